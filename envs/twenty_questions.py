@@ -1,0 +1,453 @@
+"""Twenty Questions: find a hidden word by asking yes/no questions.
+
+    world = TwentyQuestions()
+    observation, info = world.reset(seed=0)                         # "Questions:\n"
+    observation, reward, terminated, truncated, info = world.step("Is it an animal?")
+                                                                    # "Questions:\nIs it an animal? No.\n"
+
+The game of LMRL Gym (Abdulhai et al. 2023, arXiv:2311.18232) as ArCHer plays it (Zhou et al. 2024,
+arXiv:2402.19446, section 5.1): 157 words, 20 questions, reward -1 a question and 0 for the right
+guess. The answers are "Yes.", "No." and "Invalid Question."
+
+  D1  The answers come from a table of facts (twenty_questions.toml) instead of a flan-t5-small, so
+      that the game needs no model and its best return is known. `oracle=<folder>` brings the model back.
+  D2  A guess is right when the whole question names the word. The authors' code compares only the
+      last word of the question: "Is it a cat or a dog?" wins on dog, and a word of two words, such
+      as "golf ball", can never be won. `matching="paper"` restores that.
+
+This file and its .toml are all there is to it; they need gymnasium and nothing else.
+"""
+
+import operator
+import random
+import re
+import tomllib
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium
+
+YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
+START = "Questions:\n"
+
+# ------------------------------------------------------------------------------ 1. the facts
+# A set of words is an int, the bit 1 << i standing for WORDS[i]: the players below intersect sets
+# some two hundred times a turn, and these fit in a register or three.
+
+FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ENTRIES = {word: entry for category in FACTS["words"].values() for word, entry in category.items()}
+WORDS = tuple(ENTRIES)
+SUBSET = tuple(FACTS["subset"])
+BIT = {word: 1 << i for i, word in enumerate(WORDS)}
+ALL = (1 << len(WORDS)) - 1
+SIZES = {word: entry["size"] for word, entry in ENTRIES.items()}
+
+
+def as_bits(names: list[str]) -> int:
+    """The set that a `yes` list of the table describes: ["@animals", "-cat", "kite"] -> bits."""
+    bits = 0
+    for name in names:
+        if name.startswith("@"):
+            bits |= sum(BIT[word] for word in FACTS["words"][name[1:]])
+        elif name.startswith("-"):
+            bits &= ~BIT[name[1:]]
+        else:
+            bits |= BIT[name]
+    return bits
+
+
+def of_size(smallest: float, largest: float) -> int:
+    """The words whose size lies in [smallest, largest]."""
+    return sum(BIT[word] for word, size in SIZES.items() if smallest <= size <= largest)
+
+
+def guess_of(word: str) -> str:
+    """The question that guesses `word`.
+
+    >>> guess_of("dog"), guess_of("apple"), guess_of("pants")
+    ('Is it a dog?', 'Is it an apple?', 'Is it pants?')
+    """
+    article = ENTRIES[word].get("article", "an" if word[0] in "aeiou" else "a")
+    return f"Is it {article} {word}?" if article else f"Is it {word}?"
+
+
+QUESTIONS = {row["ask"]: as_bits(row["yes"]) for row in FACTS["kinds"] + FACTS["traits"]}
+QUESTIONS |= {row["ask"]: of_size(*row["size"]) for row in FACTS["sizes"]}
+GUESSES = {guess_of(word): BIT[word] for word in WORDS}
+
+
+# --------------------------------------------------------------------- 2. reading a question
+# The parser is generous: it takes any question in which it recognises something it has facts on.
+# Its input is at most `max_action_chars` long and no pattern repeats a group that can match
+# the same text in two ways, so a hostile string costs no more than an honest one.
+
+
+class Question(NamedTuple):
+    """What a question says: the words it is true of, and the word that it guesses, if it does."""
+
+    yes: int
+    guess: str | None = None
+
+
+def names_of(word: str) -> list[str]:
+    """All names under which a guess of `word` is understood."""
+    names = [word, *ENTRIES[word].get("names", []), *ENTRIES[word].get("also", [])]
+    return names + [name + "s" for name in names] + [name + "es" for name in names]
+
+
+# A plural must not hide a word of the table: "glasses" may, "pants" may not mean "pan + ts".
+NAMES = {name: word for word in WORDS for name in names_of(word)} | {
+    name: word for word in WORDS for name in [word, *ENTRIES[word].get("names", [])]
+}
+PATTERNS = [
+    (re.compile(rf"\b(?:{row['match']})\b"), row["ask"], narrow)
+    for narrow, rows in ((True, FACTS["traits"]), (False, FACTS["kinds"]))
+    for row in rows
+]
+OPENING = re.compile(r"(is|are|does|do|can|could|would|will|has|have|was|should|might|did)\b")
+NEGATION = re.compile(r"\bnot\b|n't\b")
+SUBJECT = re.compile(
+    r"^(is|are|was|might|could|can|would) "
+    r"(it|they|this|that|(the|the hidden|the secret) (object|thing|word|item|answer)|the object in question|you thinking of)\b"
+    r"( be| possibly| perhaps| maybe)?"
+    r"( a (pair|piece|type|kind|sort|set|form|member) of| some (type|kind|sort) of| type of| kind of| one of the)?"
+    r"( a| an| the| some| any| your)? "
+)
+THING = r"(?:an? |the |your |that of an? )?([a-z ]+)$"
+SIZE_PATTERNS = [  # (pattern whose last group names a thing, sizes from, sizes to), given the size of the thing
+    (re.compile(r"\b(?:bigger|larger|greater in size|taller) than " + THING), lambda size: of_size(size + 0.1, 9)),
+    (re.compile(r"\b(?:smaller|shorter) than " + THING), lambda size: of_size(0, size - 0.1)),
+    (re.compile(r"\bas (?:big|large) as " + THING), lambda size: of_size(size, 9)),
+    (
+        re.compile(
+            r"\b(?:fits?|held|hold|holding|carry|carried|put)\b.*\b(?:in|inside|into|with)\b.*"
+            r"\b(pocket|purse|hands?|palm|backpack|bag|box)\b"
+        ),
+        lambda size: of_size(0, size),
+    ),
+]
+SIZE_ADJECTIVES = [
+    (re.compile(r"\bhand ?held\b"), of_size(0, 2)),
+    (
+        re.compile(
+            r"\bportable\b|\b(carry|carried|lift|lifted|pick(ed)? up)( it)?( around| easily| by (a|one) person)?$"
+        ),
+        of_size(0, 3),
+    ),
+    (re.compile(r"^(\S+ ){0,3}(small|tiny|little)$"), of_size(0, 2)),
+    (re.compile(r"^(\S+ ){0,3}(big|large|huge)$"), of_size(4, 9)),
+]
+
+
+@lru_cache(maxsize=100_000)
+def parse(question: str) -> Question | None:
+    """Reads an English question; None if it is no yes/no question or is about nothing in the table.
+
+    >>> parse("Is it a dog?").guess, parse("Is the object a pair of trousers?").guess
+    ('dog', 'pants')
+    >>> parse("Can it bark?") == Question(BIT["dog"])
+    True
+    >>> parse("What is it?") is parse("dog a it is") is None
+    True
+    """
+    text = " ".join(re.sub(r"[^a-z0-9' ]", " ", question.lower()).split())
+    if not OPENING.match(text) or NEGATION.search(text) or len(text.split()) > 24:
+        return None
+    subject = SUBJECT.match(text)
+    rest = text[subject.end() :] if subject else text
+
+    # "Is it orange?" asks for the colour, "Is it an orange?" for the fruit.
+    is_colour = rest == "orange" and text.split()[-2] not in ("a", "an", "the")
+    if subject and rest in NAMES and not is_colour:
+        return Question(BIT[NAMES[rest]], guess=NAMES[rest])
+    yes = parse_size(text, rest)
+    if yes is None:
+        yes = parse_fact(rest)
+    return None if yes is None else Question(yes)
+
+
+def parse_size(text: str, rest: str) -> int | None:
+    """The words of the size that a question asks for; `rest` is its text without the subject."""
+    for pattern, words in SIZE_PATTERNS:
+        if found := pattern.search(text):
+            thing = found[1].strip()
+            size = FACTS["references"].get(thing, SIZES.get(NAMES.get(thing)))
+            return None if size is None else words(size)
+    for pattern, words in SIZE_ADJECTIVES:
+        if pattern.search(rest):
+            return words
+    return None
+
+
+def parse_fact(text: str) -> int | None:
+    """The words for which the best matching row of the table holds: traits before kinds, then the longest match."""
+    best, best_rank = None, (False, 0)
+    for pattern, ask, narrow in PATTERNS:
+        rank = (narrow, max((len(match[0]) for match in pattern.finditer(text)), default=0))
+        if rank[1] > 0 and rank > best_rank:
+            best, best_rank = QUESTIONS[ask], rank
+    return best
+
+
+# ------------------------------------------------------------------------------ 3. the oracles
+
+
+def table_oracle(word: str, question: str) -> str:
+    """The answer of the table."""
+    parsed = parse(question)
+    if parsed is None:
+        return INVALID
+    return YES if parsed.yes & BIT[word] else NO
+
+
+@lru_cache(maxsize=2)  # one copy of the model for all worlds of a process
+def model_oracle(folder: str) -> Callable[[str, str], str]:
+    """An oracle like the authors' (a fine-tuned flan-t5-small) from a local Hugging Face seq2seq checkpoint.
+
+    Raises FileNotFoundError for a missing folder, ImportError without torch and transformers.
+    """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"oracle: {folder} is no folder; give one with a Hugging Face seq2seq checkpoint in it")
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+
+    @lru_cache(maxsize=100_000)
+    def answer(word: str, question: str) -> str:
+        prompt = f"The object is {word}.{question}"
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        with torch.no_grad():
+            output = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
+        return normalise(tokenizer.decode(output[0], skip_special_tokens=True))
+
+    return answer
+
+
+def normalise(text: str) -> str:
+    """One of the three answers, from whatever an oracle wrote."""
+    words = re.findall("[a-z]+", text.lower())
+    return YES if "yes" in words else NO if "no" in words else INVALID
+
+
+# ------------------------------------------------------------------------------- 4. right or not
+
+
+def is_right_strict(word: str, question: str) -> bool:
+    """The question guesses the word and nothing besides."""
+    parsed = parse(question)
+    return parsed is not None and parsed.guess == word
+
+
+def is_right_paper(word: str, question: str) -> bool:
+    """The last word of the question is a name of the word, as in the authors' code."""
+    last = re.sub(r"[^a-z]+$", "", question.lower()).split(" ")[-1]
+    return last in [word, *ENTRIES[word].get("names", [])]
+
+
+MATCHING = {"strict": is_right_strict, "paper": is_right_paper}
+
+# --------------------------------------------------------------------------------- 5. the world
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Every string up to a length; samples are made of printable ASCII characters."""
+
+    def __init__(self, max_length: int):
+        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
+class TwentyQuestions(gymnasium.Env):
+    """The world. An observation is the whole dialogue so far, an action is one question.
+
+    An action is cut at its first newline, stripped of blanks at both ends and then cut to
+    `max_action_chars`; `info["action"]` is what remains. Always:
+
+        next_observation == observation + info["action"] + " " + answer + "\\n"
+
+    An empty action, too, is a question, and an invalid one.
+
+    Options: `oracle`, the folder of a seq2seq checkpoint that answers instead of the table;
+    `matching`, "strict" or "paper", when a guess is right (D2).
+    """
+
+    id = "twenty-questions"
+    words = WORDS
+    num_tasks = len(WORDS)
+    max_turns = 20
+    max_action_chars = 200
+    append_only = True
+    demonstration_env = "twenty-questions"
+    # No player can do better on average than `best_return`, whatever yes/no questions it may ask;
+    # `expert_return` is what the player `expert` reaches with the table's.
+    best_return = -1065 / 157
+    expert_return = -1073 / 157
+
+    def __init__(self, oracle: str | None = None, matching: str = "strict"):
+        if matching not in MATCHING:
+            raise ValueError(f"matching: {matching!r} is none of {', '.join(MATCHING)}")
+        self.is_right = MATCHING[matching]
+        self.oracle = table_oracle if oracle is None else model_oracle(str(oracle))
+        self.observation_space = AnyText(len(START) + self.max_turns * (self.max_action_chars + len(INVALID) + 2))
+        self.action_space = AnyText(self.max_action_chars)
+        self.over = True  # until the first reset
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """Starts with the word `options["index"]`, or one drawn by the world's own generator.
+
+        `info["answer"]` is the hidden word.
+        """
+        super().reset(seed=seed)
+        options = options or {}
+        if unknown := set(options) - {"index"}:
+            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
+        index = options.get("index")
+        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
+        if not 0 <= index < self.num_tasks:
+            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        self.word = self.words[index]
+        self.observation, self.turns, self.total, self.over = START, 0, 0.0, False
+        return self.observation, {"answer": self.word}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Asks one question; see the class for what becomes of the text."""
+        if self.over:
+            raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
+        if not isinstance(action, str):
+            raise TypeError(f"an action is a str, not {type(action).__name__}")
+        question = action.split("\n", 1)[0].strip()[: self.max_action_chars]
+
+        terminated = self.is_right(self.word, question)
+        answer = YES if terminated else self.oracle(self.word, question)
+        reward = 0.0 if terminated else -1.0
+        self.observation += f"{question} {answer}\n"
+        self.turns += 1
+        self.total += reward
+        truncated = not terminated and self.turns == self.max_turns
+        self.over = terminated or truncated
+
+        info = {"action": question}
+        if self.over:
+            info["episode"] = {"return": self.total, "length": self.turns, "success": terminated}
+        return self.observation, reward, terminated, truncated, info
+
+    @property
+    def players(self) -> dict[str, Callable[[str, random.Random], str]]:
+        """Scripted players of this world's words by name; `player(observation, rng)` is an action."""
+        words = sum(BIT[word] for word in self.words)
+        players = {"scripted": scripted, "expert": expert, "random": random_player}
+        return {name: partial(player, words=words) for name, player in players.items()}
+
+    def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
+        """`n` dialogues of the player `scripted` (whose knobs these are) about words drawn evenly.
+
+        They are about all 157 words, also when this is the world of ten: the paper warms up on the
+        full game for both.
+        """
+        world, rng = TwentyQuestions(), random.Random(seed)
+        world.oracle, world.is_right = self.oracle, self.is_right
+        return [play(world, partial(scripted, **knobs), rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+
+
+class TwentyQuestionsSubset(TwentyQuestions):
+    """The same with ten words, for quick experiments (ArCHer, section 5.1)."""
+
+    id = "twenty-questions-subset"
+    words = SUBSET
+    num_tasks = len(SUBSET)
+    best_return = -2.8  # exact: the least over all strategies that ask the table's questions or guess
+    expert_return = -2.8
+
+
+# ------------------------------------------------------------------------------- 6. the players
+# A player is a function of the observation and a random.Random. It keeps nothing in memory, as all
+# that it needs to know stands in the dialogue: the words that agree with the answers so far.
+
+
+def play(world: TwentyQuestions, player: Callable, rng: random.Random, index: int | None = None) -> dict:
+    """One episode as a dialogue: n actions and rewards, n + 1 observations, how it ended and the word."""
+    observation, info = world.reset(options={"index": index})
+    dialogue = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
+    terminated = truncated = False
+    while not (terminated or truncated):
+        observation, reward, terminated, truncated, info = world.step(player(observation, rng))
+        dialogue["observations"].append(observation)
+        dialogue["actions"].append(info["action"])
+        dialogue["rewards"].append(reward)
+    return dialogue | {"terminated": terminated, "truncated": truncated, "return": info["episode"]["return"]}
+
+
+def candidates(observation: str, words: int = ALL) -> int:
+    """The set of `words` that agree with all answers of the dialogue."""
+    left = words
+    for line in observation.split("\n")[1:-1]:
+        if line.endswith(" " + YES):
+            left &= parse(line[: -len(YES) - 1]).yes
+        elif line.endswith(" " + NO):
+            left &= ~parse(line[: -len(NO) - 1]).yes
+    # An oracle that is a model may contradict the table until nothing is left; then all are again.
+    return left or words
+
+
+def word_list(bits: int) -> list[str]:
+    return [word for word in WORDS if bits & BIT[word]]
+
+
+def scripted(observation: str, rng: random.Random, words: int = ALL, guess: float = 0.1, garbled: float = 0.04) -> str:
+    """Asks without a plan, but never what it could know: the player of the demonstrations.
+
+    Draws any question whose answer is still open, or guesses any word still possible: with the
+    probability `guess`, and always when at most two are left. The share `garbled` of its
+    questions comes out wrong, so that a learner sees how a dialogue goes on after "Invalid Question."
+    """
+    left = candidates(observation, words)
+    open_questions = [ask for ask, yes in QUESTIONS.items() if 0 < left & yes < left]
+    if left.bit_count() <= 2 or not open_questions or rng.random() < guess:
+        question = guess_of(rng.choice(word_list(left)))
+    else:
+        question = rng.choice(open_questions)
+    return garble(question, rng) if rng.random() < garbled else question
+
+
+def garble(question: str, rng: random.Random) -> str:
+    """The question with words swapped, dropped, doubled or cut off, such that it is no longer one."""
+    for _ in range(20):
+        words = question.split()
+        i, j = rng.randrange(len(words)), rng.randrange(len(words))
+        slip = rng.randrange(4)
+        if slip == 0:
+            words[i], words[j] = words[j], words[i]
+        elif slip == 1:
+            del words[i]
+        elif slip == 2:
+            words.insert(i, words[i])
+        else:
+            del words[i:]
+        if words and parse(" ".join(words)) is None:
+            return " ".join(words)
+    return question.split(" ", 1)[1]  # without its verb no question is valid
+
+
+def expert(observation: str, rng: random.Random | None = None, words: int = ALL) -> str:
+    """Asks what halves the words still possible, and guesses from three on. No randomness."""
+    return best_question(candidates(observation, words))
+
+
+@lru_cache(maxsize=10_000)
+def best_question(left: int) -> str:
+    n = left.bit_count()
+    ask = min(QUESTIONS, key=lambda ask: abs((left & QUESTIONS[ask]).bit_count() - n / 2))
+    if n <= 3 or left & QUESTIONS[ask] in (0, left):
+        return guess_of(word_list(left)[0])
+    return ask
+
+
+def random_player(observation: str, rng: random.Random, words: int = ALL) -> str:
+    """Any question of the table or a guess of any word, one as likely as the other, without memory."""
+    return guess_of(rng.choice(word_list(words))) if rng.random() < 0.5 else rng.choice(tuple(QUESTIONS))
