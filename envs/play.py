@@ -6,21 +6,15 @@ import sys
 import envs
 
 
-def play(world, index: int | None, seed: int | None, show_answer: bool) -> None:
-    """One episode in the terminal."""
-    observation, info = world.reset(seed=seed, options={} if index is None else {"index": index})
-    answer = info["answer"]
-    if show_answer:
-        print(f"(hidden: {answer})")
+def play(world, observation: str) -> dict:
+    """One episode in the terminal, from the first observation on; returns its summary."""
     print(observation, end="")
     terminated = truncated = False
     while not (terminated or truncated):
         before = observation
         observation, _, terminated, truncated, info = world.step(input("> "))
         print(observation.removeprefix(before + info["action"]).strip())
-    episode = info["episode"]
-    outcome = "Solved" if episode["success"] else f"Not solved, it was: {answer}"
-    print(f"{outcome}. {episode['length']} turns, return {episode['return']:g}.")
+    return info["episode"]
 
 
 def main() -> int:
@@ -31,12 +25,22 @@ def main() -> int:
     parser.add_argument("--show-answer", action="store_true", help="say what is hidden before the first turn")
     args = parser.parse_args()
     try:
-        play(envs.make(args.id), args.index, args.seed, args.show_answer)
+        world = envs.make(args.id)
+        observation, info = world.reset(seed=args.seed, options={} if args.index is None else {"index": args.index})
     except (ValueError, envs.Unavailable) as error:
         print(error, file=sys.stderr)
         return 2
+
+    answer = info["answer"]
+    if args.show_answer:
+        print(f"(hidden: {answer})")
+    try:
+        episode = play(world, observation)
     except (EOFError, KeyboardInterrupt):
-        print("\nBye.")
+        print(f"\nGoodbye. It was: {answer}")
+        return 0
+    print("Solved." if episode["success"] else f"Not solved. It was: {answer}")
+    print(f"{episode['length']} turns, return {episode['return']:g}")
     return 0
 
 

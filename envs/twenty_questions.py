@@ -80,8 +80,8 @@ GUESSES = {guess_of(word): BIT[word] for word in WORDS}
 
 # --------------------------------------------------------------------- 2. reading a question
 # The parser is generous: it takes any question in which it recognises something it has facts on.
-# Its input is at most `max_action_chars` long and no pattern repeats a group that can match
-# the same text in two ways, so a hostile string costs no more than an honest one.
+# Its input is short (`max_action_chars`) and no pattern nests one repetition in another, so that
+# the most hostile string costs about a millisecond.
 
 
 class Question(NamedTuple):
@@ -97,48 +97,37 @@ def names_of(word: str) -> list[str]:
     return names + [name + "s" for name in names] + [name + "es" for name in names]
 
 
-# A plural must not hide a word of the table: "glasses" may, "pants" may not mean "pan + ts".
-NAMES = {name: word for word in WORDS for name in names_of(word)} | {
-    name: word for word in WORDS for name in [word, *ENTRIES[word].get("names", [])]
-}
-PATTERNS = [
-    (re.compile(rf"\b(?:{row['match']})\b"), row["ask"], narrow)
-    for narrow, rows in ((True, FACTS["traits"]), (False, FACTS["kinds"]))
-    for row in rows
-]
-OPENING = re.compile(r"(is|are|does|do|can|could|would|will|has|have|was|should|might|did)\b")
+NAMES = {name: word for word in WORDS for name in names_of(word)}
+
+OPENING = re.compile(r"(is|are|was|does|do|did|can|could|will|would|has|have|should|might)\b")
 NEGATION = re.compile(r"\bnot\b|n't\b")
 SUBJECT = re.compile(
-    r"^(is|are|was|might|could|can|would) "
-    r"(it|they|this|that|(the|the hidden|the secret) (object|thing|word|item|answer)|the object in question|you thinking of)\b"
+    r"(is|are|was|might|could|can|would) "
+    r"(it|they|this|that|you thinking of|the object in question|the (hidden |secret )?(object|thing|word|item|answer))"
     r"( be| possibly| perhaps| maybe)?"
-    r"( a (pair|piece|type|kind|sort|set|form|member) of| some (type|kind|sort) of| type of| kind of| one of the)?"
+    r"( a (pair|piece|type|kind|sort|set|form|member) of| some (type|kind|sort) of| (type|kind|one) of)?"
     r"( a| an| the| some| any| your)? "
 )
+
 THING = r"(?:an? |the |your |that of an? )?([a-z ]+)$"
-SIZE_PATTERNS = [  # (pattern whose last group names a thing, sizes from, sizes to), given the size of the thing
-    (re.compile(r"\b(?:bigger|larger|greater in size|taller) than " + THING), lambda size: of_size(size + 0.1, 9)),
-    (re.compile(r"\b(?:smaller|shorter) than " + THING), lambda size: of_size(0, size - 0.1)),
-    (re.compile(r"\bas (?:big|large) as " + THING), lambda size: of_size(size, 9)),
-    (
-        re.compile(
-            r"\b(?:fits?|held|hold|holding|carry|carried|put)\b.*\b(?:in|inside|into|with)\b.*"
-            r"\b(pocket|purse|hands?|palm|backpack|bag|box)\b"
-        ),
-        lambda size: of_size(0, size),
-    ),
+COMPARISONS = [  # with a thing of some size: the sizes for which the answer is Yes are size + from ... size + to
+    (re.compile(r"\b(?:bigger|larger|taller|greater in size) than " + THING), +0.1, +9),
+    (re.compile(r"\b(?:smaller|shorter) than " + THING), -9, -0.1),
+    (re.compile(r"\bas (?:big|large) as " + THING), 0, +9),
+    (re.compile(r"\b(?:fits?|held|hold|holding|carry|carried|put)\b.* (?:in|inside|into|with) .*?([a-z]+)$"), -9, 0),
 ]
-SIZE_ADJECTIVES = [
-    (re.compile(r"\bhand ?held\b"), of_size(0, 2)),
+SIZE_WORDS = [
+    (re.compile(r"\bhand ?held\b"), of_size(1, 2)),
     (
-        re.compile(
-            r"\bportable\b|\b(carry|carried|lift|lifted|pick(ed)? up)( it)?( around| easily| by (a|one) person)?$"
-        ),
-        of_size(0, 3),
+        re.compile(r"\bportable\b|\b(carry|carried|lift|lifted|pick up|picked up)( it)?( around| easily)?$"),
+        of_size(1, 3),
     ),
-    (re.compile(r"^(\S+ ){0,3}(small|tiny|little)$"), of_size(0, 2)),
-    (re.compile(r"^(\S+ ){0,3}(big|large|huge)$"), of_size(4, 9)),
+    (re.compile(r"^(\S+ ){0,3}(small|tiny|little)$"), of_size(1, 2)),
+    (re.compile(r"^(\S+ ){0,3}(big|large|huge)$"), of_size(4, 6)),
 ]
+
+KINDS = [(re.compile(rf"\b(?:{row['match']})\b"), row["ask"]) for row in FACTS["kinds"]]
+TRAITS = [(re.compile(rf"\b(?:{row['match']})\b"), row["ask"]) for row in FACTS["traits"]]
 
 
 @lru_cache(maxsize=100_000)
@@ -147,9 +136,9 @@ def parse(question: str) -> Question | None:
 
     >>> parse("Is it a dog?").guess, parse("Is the object a pair of trousers?").guess
     ('dog', 'pants')
-    >>> parse("Can it bark?") == Question(BIT["dog"])
-    True
-    >>> parse("What is it?") is parse("dog a it is") is None
+    >>> words_in(parse("Can you sit on it?").yes)
+    ['chair', 'couch']
+    >>> parse("What is it?") is parse("a dog it is?") is None
     True
     """
     text = " ".join(re.sub(r"[^a-z0-9' ]", " ", question.lower()).split())
@@ -162,33 +151,27 @@ def parse(question: str) -> Question | None:
     is_colour = rest == "orange" and text.split()[-2] not in ("a", "an", "the")
     if subject and rest in NAMES and not is_colour:
         return Question(BIT[NAMES[rest]], guess=NAMES[rest])
-    yes = parse_size(text, rest)
-    if yes is None:
-        yes = parse_fact(rest)
-    return None if yes is None else Question(yes)
 
-
-def parse_size(text: str, rest: str) -> int | None:
-    """The words of the size that a question asks for; `rest` is its text without the subject."""
-    for pattern, words in SIZE_PATTERNS:
-        if found := pattern.search(text):
-            thing = found[1].strip()
-            size = FACTS["references"].get(thing, SIZES.get(NAMES.get(thing)))
-            return None if size is None else words(size)
-    for pattern, words in SIZE_ADJECTIVES:
+    for pattern, low, high in COMPARISONS:
+        if (found := pattern.search(text)) and (size := size_of(found[1])) is not None:
+            return Question(of_size(size + low, size + high))
+    for pattern, words in SIZE_WORDS:
         if pattern.search(rest):
-            return words
-    return None
+            return Question(words)
+    ask = longest_match(TRAITS, rest) or longest_match(KINDS, rest)
+    return Question(QUESTIONS[ask]) if ask else None
 
 
-def parse_fact(text: str) -> int | None:
-    """The words for which the best matching row of the table holds: traits before kinds, then the longest match."""
-    best, best_rank = None, (False, 0)
-    for pattern, ask, narrow in PATTERNS:
-        rank = (narrow, max((len(match[0]) for match in pattern.finditer(text)), default=0))
-        if rank[1] > 0 and rank > best_rank:
-            best, best_rank = QUESTIONS[ask], rank
-    return best
+def size_of(thing: str) -> float | None:
+    """The size of a word of the table or of one of its references."""
+    return FACTS["references"].get(thing, SIZES.get(NAMES.get(thing)))
+
+
+def longest_match(rows: list[tuple[re.Pattern, str]], text: str) -> str | None:
+    """The question of the row whose pattern covers most of the text at one place; the first of equals."""
+    lengths = [max((len(match[0]) for match in pattern.finditer(text)), default=0) for pattern, _ in rows]
+    longest = max(lengths)
+    return rows[lengths.index(longest)][1] if longest else None
 
 
 # ------------------------------------------------------------------------------ 3. the oracles
@@ -206,15 +189,19 @@ def table_oracle(word: str, question: str) -> str:
 def model_oracle(folder: str) -> Callable[[str, str], str]:
     """An oracle like the authors' (a fine-tuned flan-t5-small) from a local Hugging Face seq2seq checkpoint.
 
-    Raises FileNotFoundError for a missing folder, ImportError without torch and transformers.
+    Raises FileNotFoundError without a checkpoint, ImportError without torch and transformers.
     """
+    advice = "give the folder of a Hugging Face seq2seq checkpoint and its tokenizer"
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"oracle: {folder} is no folder; give one with a Hugging Face seq2seq checkpoint in it")
+        raise FileNotFoundError(f"the oracle {folder} does not exist; {advice}")
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"the oracle {folder} cannot be loaded; {advice}") from error
 
     @lru_cache(maxsize=100_000)
     def answer(word: str, question: str) -> str:
@@ -254,7 +241,7 @@ MATCHING = {"strict": is_right_strict, "paper": is_right_paper}
 
 
 class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length; samples are made of printable ASCII characters."""
+    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
 
     def __init__(self, max_length: int):
         super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
@@ -284,14 +271,15 @@ class TwentyQuestions(gymnasium.Env):
     max_action_chars = 200
     append_only = True
     demonstration_env = "twenty-questions"
-    # No player can do better on average than `best_return`, whatever yes/no questions it may ask;
-    # `expert_return` is what the player `expert` reaches with the table's.
-    best_return = -1065 / 157
-    expert_return = -1073 / 157
+    # `best_return` is a bound: the mean return over the words of the best player that may ask every
+    # conceivable yes/no question. `expert_return` is what the player `expert` reaches with the table's.
+    best_return = -1064 / 157
+    expert_return = -1077 / 157
 
     def __init__(self, oracle: str | None = None, matching: str = "strict"):
         if matching not in MATCHING:
             raise ValueError(f"matching: {matching!r} is none of {', '.join(MATCHING)}")
+        self.options = {"oracle": oracle, "matching": matching}
         self.is_right = MATCHING[matching]
         self.oracle = table_oracle if oracle is None else model_oracle(str(oracle))
         self.observation_space = AnyText(len(START) + self.max_turns * (self.max_action_chars + len(INVALID) + 2))
@@ -350,9 +338,8 @@ class TwentyQuestions(gymnasium.Env):
         They are about all 157 words, also when this is the world of ten: the paper warms up on the
         full game for both.
         """
-        world, rng = TwentyQuestions(), random.Random(seed)
-        world.oracle, world.is_right = self.oracle, self.is_right
-        return [play(world, partial(scripted, **knobs), rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+        world, player, rng = TwentyQuestions(**self.options), partial(scripted, **knobs), random.Random(seed)
+        return [play(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
 
 
 class TwentyQuestionsSubset(TwentyQuestions):
@@ -361,7 +348,7 @@ class TwentyQuestionsSubset(TwentyQuestions):
     id = "twenty-questions-subset"
     words = SUBSET
     num_tasks = len(SUBSET)
-    best_return = -2.8  # exact: the least over all strategies that ask the table's questions or guess
+    best_return = -2.8  # here the bound is reached
     expert_return = -2.8
 
 
@@ -387,15 +374,18 @@ def candidates(observation: str, words: int = ALL) -> int:
     """The set of `words` that agree with all answers of the dialogue."""
     left = words
     for line in observation.split("\n")[1:-1]:
-        if line.endswith(" " + YES):
-            left &= parse(line[: -len(YES) - 1]).yes
-        elif line.endswith(" " + NO):
-            left &= ~parse(line[: -len(NO) - 1]).yes
-    # An oracle that is a model may contradict the table until nothing is left; then all are again.
+        question, _, answer = line.rpartition(" ")
+        asked = parse(question) if answer in (YES, NO) else None
+        if asked is None:
+            continue
+        # A guess that has not ended the game was wrong, whatever a model may have answered.
+        left &= asked.yes if answer == YES and asked.guess is None else ~asked.yes
+    # A model may also contradict the table until nothing is left; then everything is possible again.
     return left or words
 
 
-def word_list(bits: int) -> list[str]:
+def words_in(bits: int) -> list[str]:
+    """The words of a set, in the order of the table."""
     return [word for word in WORDS if bits & BIT[word]]
 
 
@@ -409,7 +399,7 @@ def scripted(observation: str, rng: random.Random, words: int = ALL, guess: floa
     left = candidates(observation, words)
     open_questions = [ask for ask, yes in QUESTIONS.items() if 0 < left & yes < left]
     if left.bit_count() <= 2 or not open_questions or rng.random() < guess:
-        question = guess_of(rng.choice(word_list(left)))
+        question = guess_of(rng.choice(words_in(left)))
     else:
         question = rng.choice(open_questions)
     return garble(question, rng) if rng.random() < garbled else question
@@ -435,19 +425,20 @@ def garble(question: str, rng: random.Random) -> str:
 
 
 def expert(observation: str, rng: random.Random | None = None, words: int = ALL) -> str:
-    """Asks what halves the words still possible, and guesses from three on. No randomness."""
+    """Asks what comes nearest to halving the words still possible, and guesses from three on; `rng` is not used."""
     return best_question(candidates(observation, words))
 
 
 @lru_cache(maxsize=10_000)
 def best_question(left: int) -> str:
+    """The question that comes nearest to halving the set `left`, or a guess."""
     n = left.bit_count()
     ask = min(QUESTIONS, key=lambda ask: abs((left & QUESTIONS[ask]).bit_count() - n / 2))
     if n <= 3 or left & QUESTIONS[ask] in (0, left):
-        return guess_of(word_list(left)[0])
+        return guess_of(words_in(left)[0])
     return ask
 
 
 def random_player(observation: str, rng: random.Random, words: int = ALL) -> str:
     """Any question of the table or a guess of any word, one as likely as the other, without memory."""
-    return guess_of(rng.choice(word_list(words))) if rng.random() < 0.5 else rng.choice(tuple(QUESTIONS))
+    return guess_of(rng.choice(words_in(words))) if rng.random() < 0.5 else rng.choice(tuple(QUESTIONS))
