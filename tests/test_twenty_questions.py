@@ -1,0 +1,325 @@
+"""Twenty Questions: the table, the parser, the rules of guessing, the players and the model oracle."""
+
+import doctest
+import random
+import time
+from functools import cache, partial
+
+import pytest
+
+import envs
+from envs import twenty_questions as tq
+from envs.twenty_questions import BIT, QUESTIONS, SUBSET, WORDS, parse, words_in
+
+
+def play_all(world, name: str, rounds: int = 1, seed: int = 0, **knobs) -> list[dict]:
+    """`rounds` dialogues of a player about every word of the world."""
+    player, rng = partial(world.players[name], **knobs), random.Random(seed)
+    return [tq.play(world, player, rng, index) for index in range(world.num_tasks) for _ in range(rounds)]
+
+
+def mean_return(dialogues: list[dict]) -> float:
+    return sum(dialogue["return"] for dialogue in dialogues) / len(dialogues)
+
+
+def success_rate(dialogues: list[dict]) -> float:
+    return sum(dialogue["terminated"] for dialogue in dialogues) / len(dialogues)
+
+
+def test_docstrings():
+    assert doctest.testmod(tq).failed == 0
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def test_the_words():
+    assert len(WORDS) == len(set(WORDS)) == 157
+    assert len(SUBSET) == 10 and set(SUBSET) <= set(WORDS)
+    names = [(name, word) for word in WORDS for name in tq.names_of(word)]
+    assert len({name for name, _ in names}) == len(set(names)), "a name belongs to two words"
+
+
+def test_every_two_words_are_told_apart():
+    rows = {word: tuple(yes & BIT[word] > 0 for yes in QUESTIONS.values()) for word in WORDS}
+    assert len(set(rows.values())) == len(WORDS), "two words have the same answers to all questions"
+    assert all(0 < yes < tq.ALL for yes in QUESTIONS.values()), "a question has the same answer for all words"
+
+
+def test_every_question_of_the_table_is_read_as_itself():
+    misread = {ask: parse(ask) for ask, yes in QUESTIONS.items() if parse(ask) != tq.Question(yes)}
+    assert not misread
+
+
+def test_every_answer_is_the_tables():
+    world = envs.make("twenty-questions")
+    for ask, yes in QUESTIONS.items():
+        for index, word in enumerate(WORDS):
+            world.reset(options={"index": index})
+            observation, reward, *_ = world.step(ask)
+            assert observation == f"Questions:\n{ask} {'Yes.' if word in words_in(yes) else 'No.'}\n"
+            assert reward == -1.0
+
+
+@pytest.mark.parametrize(
+    ("question", "yes", "no"),
+    [
+        ("Is it a pet?", "cat dog", "lion car"),
+        ("Does it give milk?", "cow sheep", "horse"),
+        ("Would you find it in a kitchen?", "knife apple refrigerator", "car"),
+        ("Is it made out of wood?", "chair piano", "car dog"),
+        ("does it need electricity", "blender camera", "hammer"),
+        ("Is the object larger than a microwave?", "car lion", "microwave key"),
+        ("Is it smaller than a bread box?", "apple key", "horse chair"),
+        ("Does it fit in your pocket?", "key ring", "chair"),
+        ("Is it small?", "apple key", "car"),
+        ("Is it orange?", "orange carrot", "banana"),
+        ("Is it a book?", "diary", "bookcase"),
+        ("Does it have a trunk?", "elephant tree car", "piano"),
+        ("Does it have 2 wheels?", "motorcycle", "car"),
+    ],
+)
+def test_free_questions(question, yes, no):
+    answer = words_in(parse(question).yes)
+    assert set(yes.split()) <= set(answer) and not set(no.split()) & set(answer)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "",
+        "dog",
+        "a dog?",
+        "What is it?",
+        "Is it not an animal?",
+        "Isn't it an animal?",
+        "Is it a unicorn?",
+        "Is it a cat or a dog?",
+        "Is it",
+        "Is it bigger than",
+        "Is it bigger than a quark?",
+        "Tell me the word.",
+        "is " * 25,
+    ],
+)
+def test_invalid_questions(question):
+    assert parse(question) is None
+
+
+def test_hostile_questions_cost_little():
+    start = time.perf_counter()
+    for piece in [
+        "is ",
+        "is it a ",
+        "a",
+        "does it hold with ",
+        "fit in ",
+        "is bigger than ",
+        "carry it ",
+        " ",
+        "'",
+        "é",
+    ]:
+        parse((piece * 200)[:200])
+        parse(("is it " + piece * 200)[:200])
+    assert time.perf_counter() - start < 1.0
+
+
+# -------------------------------------------------------------------------------------- guessing
+
+
+def test_every_name_is_a_guess_of_its_word():
+    for word in WORDS:
+        assert parse(tq.guess_of(word)) == tq.Question(BIT[word], guess=word)
+        for name in tq.names_of(word):
+            forms = ["Is it a {}?", "Is it an {}?", "Is it the {}?", "Is the object a {}?", "is it possibly a {}"]
+            for form in [*forms, "Is it {}?"] if name != "orange" else forms:
+                assert parse(form.format(name)).guess == word, form.format(name)
+
+
+def wins(word: str, question: str, **options) -> bool:
+    world = envs.make("twenty-questions", **options)
+    world.reset(options={"index": WORDS.index(word)})
+    observation, reward, terminated, _, info = world.step(question)
+    assert reward == (0.0 if terminated else -1.0)
+    assert not terminated or (observation.endswith(" Yes.\n") and info["episode"]["success"])
+    return terminated
+
+
+def test_strict_matching_wins_every_word_by_its_name_alone():
+    assert all(wins(word, tq.guess_of(word)) for word in WORDS)
+    assert not wins("dog", "Is it a cat or a dog?")
+    assert not wins("dog", "Is it bigger than a dog?")
+    assert wins("pants", "Is it a pair of trousers?")
+
+
+def test_the_papers_matching_looks_at_the_last_word():
+    unwinnable = {
+        word
+        for word in WORDS
+        if not any(wins(word, f"Is it a {name}?", matching="paper") for name in tq.names_of(word))
+    }
+    assert unwinnable == {
+        *("soccer ball", "golf ball", "tennis ball", "tennis racket", "baseball bat", "watering can", "lawn mower")
+    }
+    assert wins("dog", "Is it a cat or a dog?", matching="paper")
+    assert wins("dog", "dog!", matching="paper")
+    assert wins("headphone", "Is it a pair of headphones?", matching="paper")
+    assert not wins("pants", "Is it trousers?", matching="paper")
+    with pytest.raises(ValueError, match="matching: 'loose' is none of strict, paper"):
+        envs.make("twenty-questions", matching="loose")
+
+
+def test_the_last_question_may_win():
+    world = envs.make("twenty-questions")
+    world.reset(options={"index": WORDS.index("dog")})
+    for _ in range(19):
+        assert world.step("Is it a cat?")[2:4] == (False, False)
+    *_, terminated, truncated, info = world.step("Is it a dog?")
+    assert (terminated, truncated) == (True, False)
+    assert info["episode"] == {"return": -19.0, "length": 20, "success": True}
+
+
+# --------------------------------------------------------------------------------------- players
+
+
+def least_cost(n: int) -> int:
+    """The least sum, over n words, of the questions that do not win, if every yes/no question may be asked."""
+    cost = [0, 0]
+    for k in range(2, n + 1):
+        guess = k - 1 + cost[k - 1]
+        cost.append(min([guess, *(k + cost[yes] + cost[k - yes] for yes in range(1, k))]))
+    return cost[n]
+
+
+@cache
+def least_cost_of_subset(left: int) -> int:
+    """The same for a set of words, if only the table's questions may be asked."""
+    words = words_in(left)
+    if len(words) == 1:
+        return 0
+    guess = min(len(words) - 1 + least_cost_of_subset(left & ~BIT[word]) for word in words)
+    splits = {left & yes for yes in QUESTIONS.values()} - {0, left}
+    return min([guess, *(len(words) + least_cost_of_subset(yes) + least_cost_of_subset(left & ~yes) for yes in splits)])
+
+
+def test_best_returns():
+    full, subset = envs.make("twenty-questions"), envs.make("twenty-questions-subset")
+    assert full.best_return == -least_cost(157) / 157 == -1064 / 157  # -6.78, a bound
+    assert subset.best_return == -least_cost_of_subset(sum(BIT[word] for word in SUBSET)) / 10 == -2.8  # exact
+
+
+@pytest.mark.parametrize(("id", "total"), [("twenty-questions", -1077), ("twenty-questions-subset", -28)])
+def test_the_expert(id, total):
+    world = envs.make(id)
+    dialogues = play_all(world, "expert")
+    assert success_rate(dialogues) == 1.0
+    assert sum(dialogue["return"] for dialogue in dialogues) == total  # -6.86 and -2.80 a word
+    assert world.expert_return == total / world.num_tasks <= world.best_return
+
+
+def test_the_random_player_hardly_ever_wins():
+    dialogues = play_all(envs.make("twenty-questions"), "random", rounds=4)
+    assert -19.8 < mean_return(dialogues) < -19.0 and success_rate(dialogues) < 0.1
+
+
+def test_the_scripted_player_wins_every_other_game():
+    dialogues = play_all(envs.make("twenty-questions"), "scripted", rounds=20)
+    assert mean_return(dialogues) == pytest.approx(-15.9, abs=0.5)
+    assert success_rate(dialogues) == pytest.approx(0.52, abs=0.04)
+
+
+def test_the_scripted_player_asks_only_what_is_open():
+    """Without slips it repeats nothing, and every question could have been answered the other way."""
+    for dialogue in play_all(envs.make("twenty-questions"), "scripted", garbled=0.0):
+        assert len(set(dialogue["actions"])) == len(dialogue["actions"])
+        for observation, action in zip(dialogue["observations"], dialogue["actions"], strict=False):
+            left = tq.candidates(observation)
+            assert left & BIT[dialogue["answer"]] and left & parse(action).yes
+            assert left & ~parse(action).yes or left.bit_count() == 1
+
+
+def test_demonstrations():
+    start = time.perf_counter()
+    dialogues = envs.make("twenty-questions-subset").demonstrations(5000, seed=0)
+    assert time.perf_counter() - start < 20  # about 2 s on one CPU core
+    assert {dialogue["answer"] for dialogue in dialogues} == set(WORDS), "the warm start is the full game's"
+    actions = [action for dialogue in dialogues for action in dialogue["actions"]]
+    invalid = sum(parse(action) is None for action in actions) / len(actions)
+    assert invalid == pytest.approx(0.04, abs=0.005)
+    assert len({action for action in actions if parse(action)}) == len(QUESTIONS) + len(WORDS)  # one wording each
+    clean = envs.make("twenty-questions").demonstrations(100, seed=0, garbled=0.0, guess=0.0)
+    assert all(parse(action) for dialogue in clean for action in dialogue["actions"])
+
+
+def test_slips_are_never_valid():
+    rng = random.Random(0)
+    for question in [*QUESTIONS, *map(tq.guess_of, WORDS)]:
+        slip = tq.garble(question, rng)
+        assert slip and parse(slip) is None
+
+
+# ---------------------------------------------------------------------------------- the model oracle
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A T5 with 8-dimensional random weights and a tokenizer of a few words."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<pad>", "</s>", "<unk>", "the", "object", "is", "dog", "it", "a", "cat", "yes", "no", ".", "?"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("oracle")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    config = transformers.T5Config(
+        vocab_size=len(words), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_may_answer(checkpoint):
+    world, other = (envs.make("twenty-questions", oracle=checkpoint) for _ in range(2))
+    assert world.oracle is other.oracle, "the model is loaded once"
+    world.reset(options={"index": WORDS.index("dog")})
+    for question in ["Is it a cat?", "", "🐕" * 100, "Is it a cat?"]:
+        observation, reward, terminated, *_ = world.step(question)
+        assert observation.split("\n")[-2].removeprefix(question + " ") in (tq.YES, tq.NO, tq.INVALID)
+        assert reward == -1.0 and not terminated
+    observation, reward, terminated, *_ = world.step("Is it a dog?")
+    assert terminated and reward == 0.0 and observation.endswith("Is it a dog? Yes.\n")
+    assert len(world.demonstrations(3, seed=0)) == 3
+
+
+def test_players_survive_an_oracle_that_contradicts_the_table(monkeypatch):
+    world, liar = envs.make("twenty-questions"), random.Random(0)
+    monkeypatch.setattr(world, "oracle", lambda word, question: liar.choice([tq.YES, tq.NO, tq.INVALID]))
+    for name in world.players:
+        assert len(play_all(world, name)) == 157
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(envs.Unavailable, match=r"^twenty-questions: the oracle [^\n]* cannot be loaded; give [^\n]*$"):
+        envs.make("twenty-questions", oracle=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Yes", tq.YES),
+        ("yes.", tq.YES),
+        (" No. ", tq.NO),
+        ("no, it is not", tq.NO),
+        ("I know", tq.INVALID),
+        ("", tq.INVALID),
+    ],
+)
+def test_what_a_model_writes_becomes_one_of_three_answers(text, answer):
+    assert tq.normalise(text) == answer
