@@ -5,7 +5,18 @@
     python -m envs                                         # which there are, and which can be used here
     python -m envs.play twenty-questions                   # play one yourself
 
-What every world keeps to is written down, and tested, in tests/test_envs.py.
+A world is a gymnasium.Env whose observations and actions are text. Beyond gymnasium it has
+
+    id, num_tasks, max_turns    reset(options={"index": i}) picks task i of range(num_tasks)
+    max_action_chars            an action is cut at its first newline, stripped, and cut to this length;
+                                info["action"] is what remains. No text is an error, another type is
+    append_only                 True: the next observation begins with the last one and info["action"]
+    best_return, expert_return  mean returns over the tasks; None where unknown
+    players                     name -> player(observation, rng) -> action, rng a random.Random
+    demonstrations(n, seed)     scripted dialogues of the world `demonstration_env`, to warm up on
+
+`reset` puts what is hidden into info["answer"]; the last `step` of an episode puts its return, length
+and success into info["episode"]. tests/test_envs.py holds every world of ENVS to all this.
 """
 
 import inspect

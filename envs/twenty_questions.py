@@ -6,7 +6,7 @@
                                                                     # "Questions:\nIs it an animal? No.\n"
 
 The game of LMRL Gym (Abdulhai et al. 2023, arXiv:2311.18232) as ArCHer plays it (Zhou et al. 2024,
-arXiv:2402.19446, section 5.1): 157 words, 20 questions, reward -1 a question and 0 for the right
+arXiv:2402.19446): 157 words, 20 questions, reward -1 a question and 0 for the right
 guess. The answers are "Yes.", "No." and "Invalid Question."
 
   D1  The answers come from a table of facts (twenty_questions.toml) instead of a flan-t5-small, so
@@ -33,8 +33,8 @@ YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
 START = "Questions:\n"
 
 # ------------------------------------------------------------------------------ 1. the facts
-# A set of words is an int, the bit 1 << i standing for WORDS[i]: the players below intersect sets
-# some two hundred times a turn, and these fit in a register or three.
+# A set of words is an int whose bit 1 << i stands for WORDS[i]. The players below intersect some two
+# hundred sets a turn, and with ints that takes microseconds.
 
 FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ENTRIES = {word: entry for category in FACTS["words"].values() for word, entry in category.items()}
@@ -75,8 +75,6 @@ def guess_of(word: str) -> str:
 
 QUESTIONS = {row["ask"]: as_bits(row["yes"]) for row in FACTS["kinds"] + FACTS["traits"]}
 QUESTIONS |= {row["ask"]: of_size(*row["size"]) for row in FACTS["sizes"]}
-GUESSES = {guess_of(word): BIT[word] for word in WORDS}
-
 
 # --------------------------------------------------------------------- 2. reading a question
 # The parser is generous: it takes any question in which it recognises something it has facts on.
@@ -85,7 +83,7 @@ GUESSES = {guess_of(word): BIT[word] for word in WORDS}
 
 
 class Question(NamedTuple):
-    """What a question says: the words it is true of, and the word that it guesses, if it does."""
+    """What a question says: the set of words it is true of, and the word it guesses, if it is a guess."""
 
     yes: int
     guess: str | None = None
@@ -103,26 +101,23 @@ OPENING = re.compile(r"(is|are|was|does|do|did|can|could|will|would|has|have|sho
 NEGATION = re.compile(r"\bnot\b|n't\b")
 SUBJECT = re.compile(
     r"(is|are|was|might|could|can|would) "
-    r"(it|they|this|that|you thinking of|the object in question|the (hidden |secret )?(object|thing|word|item|answer))"
+    r"(it|they|this|that|you thinking of|the object in question|"
+    r"the (hidden |secret )?(object|thing|word|item|answer))"
     r"( be| possibly| perhaps| maybe)?"
     r"( a (pair|piece|type|kind|sort|set|form|member) of| some (type|kind|sort) of| (type|kind|one) of)?"
     r"( a| an| the| some| any| your)? "
 )
 
 THING = r"(?:an? |the |your |that of an? )?([a-z ]+)$"
-COMPARISONS = [  # with a thing of some size: the sizes for which the answer is Yes are size + from ... size + to
+COMPARISONS = [  # (pattern that ends in a thing, low, high): Yes for sizes from that of the thing + low to + high
     (re.compile(r"\b(?:bigger|larger|taller|greater in size) than " + THING), +0.1, +9),
     (re.compile(r"\b(?:smaller|shorter) than " + THING), -9, -0.1),
     (re.compile(r"\bas (?:big|large) as " + THING), 0, +9),
     (re.compile(r"\b(?:fits?|held|hold|holding|carry|carried|put)\b.* (?:in|inside|into|with) .*?([a-z]+)$"), -9, 0),
 ]
 SIZE_WORDS = [
-    (re.compile(r"\bhand ?held\b"), of_size(1, 2)),
-    (
-        re.compile(r"\bportable\b|\b(carry|carried|lift|lifted|pick up|picked up)( it)?( around| easily)?$"),
-        of_size(1, 3),
-    ),
-    (re.compile(r"^(\S+ ){0,3}(small|tiny|little)$"), of_size(1, 2)),
+    (re.compile(r"\bhand ?held\b|^(\S+ ){0,3}(small|tiny|little)$"), of_size(1, 2)),
+    (re.compile(r"\bportable\b|\b(carry|carried|lift|lifted|picked up)( it)?( around| easily)?$"), of_size(1, 3)),
     (re.compile(r"^(\S+ ){0,3}(big|large|huge)$"), of_size(4, 6)),
 ]
 
@@ -189,6 +184,7 @@ def table_oracle(word: str, question: str) -> str:
 def model_oracle(folder: str) -> Callable[[str, str], str]:
     """An oracle like the authors' (a fine-tuned flan-t5-small) from a local Hugging Face seq2seq checkpoint.
 
+    Theirs is published as a state dict: load it into a flan-t5-small and `save_pretrained` that.
     Raises FileNotFoundError without a checkpoint, ImportError without torch and transformers.
     """
     advice = "give the folder of a Hugging Face seq2seq checkpoint and its tokenizer"
@@ -271,8 +267,8 @@ class TwentyQuestions(gymnasium.Env):
     max_action_chars = 200
     append_only = True
     demonstration_env = "twenty-questions"
-    # `best_return` is a bound: the mean return over the words of the best player that may ask every
-    # conceivable yes/no question. `expert_return` is what the player `expert` reaches with the table's.
+    # Mean returns over the words, with strict matching. `best_return` is a bound: what the best player
+    # would reach if it might ask any yes/no question at all. The player `expert` has the table's only.
     best_return = -1064 / 157
     expert_return = -1077 / 157
 
@@ -343,7 +339,7 @@ class TwentyQuestions(gymnasium.Env):
 
 
 class TwentyQuestionsSubset(TwentyQuestions):
-    """The same with ten words, for quick experiments (ArCHer, section 5.1)."""
+    """The same with ten words, for quick experiments; also from ArCHer."""
 
     id = "twenty-questions-subset"
     words = SUBSET

@@ -83,7 +83,7 @@ def test_states_what_a_trainer_must_know(world):
     assert envs.make(world.id).__class__ is world.__class__
     assert world.num_tasks > 0 and world.max_turns > 0 and world.max_action_chars > 0
     assert isinstance(world.append_only, bool)
-    assert world.best_return is None or np.isfinite(world.best_return)
+    assert all(known is None or np.isfinite(known) for known in (world.best_return, world.expert_return))
     assert world.demonstration_env in envs.ENVS
 
 
