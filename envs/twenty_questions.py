@@ -22,7 +22,7 @@ import operator
 import random
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,8 +45,12 @@ ALL = (1 << len(WORDS)) - 1
 SIZES = {word: entry["size"] for word, entry in ENTRIES.items()}
 
 
-def as_bits(names: list[str]) -> int:
-    """The set that a `yes` list of the table describes: ["@animals", "-cat", "kite"] -> bits."""
+def as_bits(names: Iterable[str]) -> int:
+    """The set that a list of words describes; "@animals" is a whole category, "-cat" takes a word out again.
+
+    >>> as_bits(["@animals", "-cat", "kite"]) == as_bits(["@animals"]) - BIT["cat"] + BIT["kite"]
+    True
+    """
     bits = 0
     for name in names:
         if name.startswith("@"):
@@ -324,7 +328,7 @@ class TwentyQuestions(gymnasium.Env):
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
         """Scripted players of this world's words by name; `player(observation, rng)` is an action."""
-        words = sum(BIT[word] for word in self.words)
+        words = as_bits(self.words)
         players = {"scripted": scripted, "expert": expert, "random": random_player}
         return {name: partial(player, words=words) for name, player in players.items()}
 

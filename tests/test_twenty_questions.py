@@ -75,6 +75,9 @@ def test_every_answer_is_the_tables():
         ("Is it small?", "apple key", "car"),
         ("Is it orange?", "orange carrot", "banana"),
         ("Is it a book?", "diary", "bookcase"),
+        ("Is it a kitchen utensil?", "whisk pan spoon", "apple refrigerator"),
+        ("Is it a large animal?", "bear", "cat mountain"),
+        ("Is it made of metal?", "hammer truck", "dog"),
         ("Does it have a trunk?", "elephant tree car", "piano"),
         ("Does it have 2 wheels?", "motorcycle", "car"),
     ],
@@ -183,6 +186,23 @@ def test_the_last_question_may_win():
 # --------------------------------------------------------------------------------------- players
 
 
+def test_candidates_are_the_words_that_agree_with_every_answer():
+    start = "Questions:\n"
+    felines = start + "Is it a feline? Yes.\n"
+    assert tq.candidates(start) == tq.ALL
+    assert words_in(tq.candidates(felines)) == ["cat", "lion", "tiger"]
+    assert words_in(tq.candidates(felines + "Is it kept as a pet? No.\nIt feline Invalid Question.\n")) == [
+        "lion",
+        "tiger",
+    ]
+    # What only a model as an oracle can say: Yes to a guess that was wrong, and things that cannot be.
+    assert words_in(tq.candidates(felines + "Is it a cat? Yes.\n")) == ["lion", "tiger"]
+    assert tq.candidates(felines + "Is it an animal? No.\n") == tq.ALL
+    assert words_in(tq.candidates(felines + "Blah? Yes.\n")) == ["cat", "lion", "tiger"]
+    subset = tq.as_bits(SUBSET)
+    assert words_in(tq.candidates(start + "Is it an animal? Yes.\n", subset)) == ["dog"]
+
+
 def least_cost(n: int) -> int:
     """The least sum, over n words, of the questions that do not win, if every yes/no question may be asked."""
     cost = [0, 0]
@@ -206,7 +226,7 @@ def least_cost_of_subset(left: int) -> int:
 def test_best_returns():
     full, subset = envs.make("twenty-questions"), envs.make("twenty-questions-subset")
     assert full.best_return == -least_cost(157) / 157 == -1064 / 157  # -6.78, a bound
-    assert subset.best_return == -least_cost_of_subset(sum(BIT[word] for word in SUBSET)) / 10 == -2.8  # exact
+    assert subset.best_return == -least_cost_of_subset(tq.as_bits(SUBSET)) / 10 == -2.8  # exact
 
 
 @pytest.mark.parametrize(("id", "total"), [("twenty-questions", -1077), ("twenty-questions-subset", -28)])
