@@ -105,16 +105,16 @@ def run(*command, cwd: Path = ROOT, stdin: str = "", timeout: int = 240) -> subp
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """script -> folder of its run of two iterations, which is made once."""
-    folders = {}
+    finished = {}
 
     def folder_of(script: Path) -> Path:
-        if script not in folders:
+        if script not in finished:
             runs = tmp_path_factory.mktemp("runs")
             options = ["--env", "twenty-questions-subset", "--seed", "3", "--runs", runs, *tiny(script)]
-            result = run(sys.executable, script, *options)
-            assert result.returncode == 0, result.stderr
-            folders[script] = list(runs.iterdir())
-        (folder,) = folders[script]
+            finished[script] = runs, run(sys.executable, script, *options)
+        runs, result = finished[script]
+        assert result.returncode == 0, result.stderr[-3000:]
+        (folder,) = runs.iterdir()
         return folder
 
     return folder_of
