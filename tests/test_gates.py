@@ -384,8 +384,15 @@ def clone(tmp_path_factory, tiny_run):
     (actor_tokenizer,) = {path.parent for path in run_folder.glob("checkpoints/**/tokenizer.json")} or {None}
     tokenizer = AutoTokenizer.from_pretrained(actor_tokenizer)
     n = len(tokenizer)
-    gpt2 = GPT2Config(n, n_positions=1024, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    roberta = RobertaConfig(n, 16, 1, 2, 32, max_position_embeddings=514)
+    gpt2 = GPT2Config(vocab_size=n, n_positions=1024, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    roberta = RobertaConfig(
+        vocab_size=n,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=514,
+    )
     for name, model in {"gpt2": GPT2LMHeadModel(gpt2), "roberta-base": RobertaModel(roberta)}.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
