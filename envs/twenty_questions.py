@@ -389,20 +389,34 @@ def words_in(bits: int) -> list[str]:
     return [word for word in WORDS if bits & BIT[word]]
 
 
-def scripted(observation: str, rng: random.Random, words: int = ALL, guess: float = 0.1, garbled: float = 0.04) -> str:
+def scripted(
+    observation: str,
+    rng: random.Random,
+    words: int = ALL,
+    broad: int = 16,
+    guess: float = 0.25,
+    garbled: float = 0.04,
+) -> str:
     """Asks without a plan, but never what it could know: the player of the demonstrations.
 
-    Draws any question whose answer is still open, or guesses any word still possible: with the
-    probability `guess`, and always when at most two are left. The share `garbled` of its
-    questions comes out wrong, so that a learner sees how a dialogue goes on after "Invalid Question."
+    Draws any question whose answer is still open and that is true of at least `broad` words of the table, or guesses
+    any word still possible: with the probability `guess`, and always when at most two are left or no question is.
+    The share `garbled` of its questions comes out wrong, so that a learner sees how a dialogue goes on after
+    "Invalid Question."
     """
     left = candidates(observation, words)
-    open_questions = [ask for ask, yes in QUESTIONS.items() if 0 < left & yes < left]
+    open_questions = [ask for ask, yes in broad_questions(broad) if 0 < left & yes < left]
     if left.bit_count() <= 2 or not open_questions or rng.random() < guess:
         question = guess_of(rng.choice(words_in(left)))
     else:
         question = rng.choice(open_questions)
     return garble(question, rng) if rng.random() < garbled else question
+
+
+@lru_cache(maxsize=32)
+def broad_questions(least: int) -> list[tuple[str, int]]:
+    """The questions that are true of at least so many words of the table, and of which."""
+    return [(ask, yes) for ask, yes in QUESTIONS.items() if yes.bit_count() >= least]
 
 
 def garble(question: str, rng: random.Random) -> str:
