@@ -357,7 +357,7 @@ HOW_TO_RUN = [
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python -m envs", "", ""),
     ("python -m pytest", "--collect-only -q", ""),
-    ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --demonstrations 32 --width 32 --layers 1 --max-action-tokens 4", ""),
+    ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --demonstrations 32 --max-action-tokens 4", ""),
     ("tensorboard", "--inspect", ""),
     ("mkdir", "", ""),
     ("cp", "", ""),
