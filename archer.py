@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "tokenizers>=0.23,<0.24", "numpy>=2.4,<3",
+# dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
 #     "gymnasium>=1.4,<2", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5"]
 # ///
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
@@ -21,34 +21,31 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
   E5  Vtok(s,a_<i) <- A(s,a)                                       Eq. 5       baseline_loss
   E6  V(s)   <- upper expectile of Qbar(s,a) over the data         sec. 3.5    value_loss
 Differs from the paper:
-  D1  A KL penalty to the warm-started actor (--kl 0 is the paper). Without it the actor drifts to gibberish, which
-      a young critic over-values and the return, near its floor, does not betray.
+  D1  A KL penalty to the warm-started actor (--kl 0 is the paper): without it the actor drifts to gibberish, which a
+      young critic over-values and the return, near its floor, does not betray.
   D2  The critic is a causal decoder that reads a whole dialogue at once and starts from the warm-started actor's
       weights (--critic roberta-base, or any encoder, is the paper). Section 5.5 finds both kinds equal in result.
-  D3  Advantages are centred on their batch mean (--no-center is the paper). Their mean over a ~ pi is zero by
-      definition; where the critic's Q and V disagree it is not, and pushes every sampled token up or down alike.
+  D3  Advantages are centred on their batch mean (--no-center is the paper). Over a ~ pi it is zero by definition;
+      where the critic's Q and V disagree it is not, and pushes every sampled token up or down alike.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
-  D5  A tiny GPT-2, trained here on the world's demonstrations, stands in for the paper's GPT-2, and its learning
-      rates are measured ones. Table 3 of the paper gives 3e-4 and 6e-4 for gpt2 and roberta-base, 32 times the 1e-5
-      and 2e-5 of the released configuration: the authors sum the gradients of 32 micro-batches, and Adam does not
-      care for scale. Ours are means, so start a real checkpoint from the released 1e-5 and 2e-5.
-  D6  The time limit ends a dialogue like any other end (--no-truncation-is-terminal bootstraps there). A limit of 20
-      questions is a rule of the game and stands in the observation, and a bootstrap past it asks the critic for
-      states that it never sees: V was -15.4 at the first turn where the Monte-Carlo return was -11.3.
-  D7  During --critic-warmup E1 and E2 regress on Monte-Carlo returns, unbiased as the actor stands still (0 is off).
-      By TD values take hundreds of updates from the end of a dialogue to its beginning, and an actor that moves
-      before learns the opposite: advantages correlated -0.3 with the information that a question gained.
+  D5  A tiny GPT-2, trained here on the world's demonstrations, stands in for the paper's, with measured learning
+      rates. Table 3's 3e-4 and 6e-4 are 32 times the released configuration's 1e-5 and 2e-5: the authors sum the
+      gradients of 32 micro-batches, and Adam does not care for scale. Start real checkpoints from the released ones.
+  D6  The time limit is an end (--no-truncation-is-terminal bootstraps there). It is a rule of the game and stands in
+      the observation, and a bootstrap past it asks for states that the critic never sees: V was -15.4 at the first
+      turn where the Monte-Carlo return was -11.3.
+  D7  During --critic-warmup E1 and E2 regress on Monte-Carlo returns, unbiased while the actor stands still. By TD,
+      values take hundreds of updates from the end of a dialogue to its beginning, and an actor that moves before
+      learns the opposite: advantages correlated -0.3 with the information that a question gained.
   D8  The tiny actor's byte pairs may span words (as in SuperBPE, arXiv:2503.13423), so that a common question is one
-      or two tokens (--no-superwords splits at blanks as GPT-2 does). A turn has 2.3 times fewer tokens, and a warm
-      start of equal time solves 61 % of the games instead of 18 %.
-From the authors' code: action tokens are kept from sampling to loss; the end of the turn is sampled, stored and
-scored; sampler and scorer are one distribution; padding cannot leak into positions; the gradients of actor and
-critic are clipped apart.
+      or two tokens (--no-superwords is GPT-2's way). A turn has 2.3 times fewer tokens, and a warm start of equal
+      time solves 61 % instead of 18 %.
+From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
+one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
 
 import copy
 import json
-import os
 import resource
 import shutil
 import signal
@@ -58,11 +55,11 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
+import envs
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -70,8 +67,6 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
-
-import envs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -131,7 +126,6 @@ class Args:
 
 
 METRICS = {
-    "iteration": "number of the iteration, from 1",
     "rollout/return": "undiscounted return of the iteration's dialogues, mean; should rise",
     "rollout/success": "share of dialogues that reached the goal",
     "rollout/length": "utterances in a dialogue, mean",
@@ -149,7 +143,7 @@ METRICS = {
     "actor/advantage_mean": "before centring; far from 0 Q and V disagree about the current actor (D3)",
     "actor/advantage_std": "spread of the advantages; the signal, and the critic's noise",
     "actor/grad_norm": "before clipping",
-    "actor/baseline_loss": "E5, mean square (only with --baseline)",
+    "actor/baseline_loss": "E5, mean square; with --baseline only",
     "eval/return": "return with sampled utterances, every task equally often",
     "eval/success": "share of these that reached the goal",
     "eval/return_greedy": "return with the likeliest tokens, every task once",
@@ -158,7 +152,7 @@ METRICS = {
 }
 
 
-def stop(message: str) -> NoReturn:
+def stop(message: str):
     """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
     print(f"archer.py: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -182,8 +176,8 @@ class Trajectory:
 
     def replies(self) -> list[str]:
         """What the world wrote behind each utterance."""
-        before = zip(self.observations, self.actions, strict=False)  # there is one observation more
-        return [text[len(s) + len(a) :] for (s, a), text in zip(before, self.observations[1:], strict=True)]
+        turns = zip(self.observations, self.actions, self.observations[1:], strict=False)
+        return [after.removeprefix(before + action) for before, action, after in turns]
 
 
 def read_dataset(path: str, start: str) -> list[Trajectory]:
@@ -209,7 +203,7 @@ def read_dataset(path: str, start: str) -> list[Trajectory]:
                 stop(f'--dataset {path}: record {n}, field "lines": {line!r} is no "question? answer"')
             actions.append(question + "?")
             observations.append(f"{observations[-1]}{question}? {reply}\n")
-        rewards = [-1.0] * (len(actions) - 1) + [0.0 if record["correct"] else -1.0]
+        rewards = [-1.0] * (len(actions) - 1) + [record["correct"] - 1.0]
         trajectories.append(Trajectory(observations, actions, rewards, record["correct"], str(record["word"][0])))
     return trajectories
 
@@ -223,25 +217,18 @@ def encode(tokenizer, text: str) -> list[int]:
 def lay_out(t: Trajectory, tokenizer, append_only: bool) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """The tokens of a dialogue: trunks, and for each of its n + 1 states the trunk and how many tokens of it it sees.
 
-    Where the history only grows, one trunk holds all states. It keeps the sampled tokens of an utterance if they
-    spell what the world took: these are not tokenised again.
+    Where the history only grows, one trunk holds all states. Sampled tokens that spell what the world took stay.
     """
-    if id(tokenizer) in t.layouts:
-        return t.layouts[id(tokenizer)]
-    if append_only:
-        trunk = list(encode(tokenizer, t.observations[0]))
-        states = [(0, len(trunk))]
-        for turn, (action, reply) in enumerate(zip(t.actions, t.replies(), strict=True)):
+    if id(tokenizer) not in t.layouts:
+        trunks = [encode(tokenizer, text) for text in (t.observations[:1] if append_only else t.observations)]
+        states = [(row, len(trunk)) for row, trunk in enumerate(trunks)]
+        for turn, (action, reply) in enumerate(zip(t.actions, t.replies(), strict=True) if append_only else ()):
             sampled = t.action_ids[turn][:-1] if t.action_ids else []
-            trunk += sampled if tokenizer.decode(sampled) == action else encode(tokenizer, action)
-            trunk += encode(tokenizer, reply)
-            states.append((0, len(trunk)))
-        layout = [trunk], states
-    else:
-        trunks = [encode(tokenizer, observation) for observation in t.observations]
-        layout = trunks, [(row, len(trunk)) for row, trunk in enumerate(trunks)]
-    t.layouts[id(tokenizer)] = layout
-    return layout
+            said = sampled if tokenizer.decode(sampled) == action else encode(tokenizer, action)
+            trunks = [trunks[0] + said + encode(tokenizer, reply)]
+            states.append((0, len(trunks[0])))
+        t.layouts[id(tokenizer)] = trunks, states
+    return t.layouts[id(tokenizer)]
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -323,9 +310,8 @@ def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
     rows = [[(token, i, i + 1, 0) for i, token in enumerate(trunk)] for trunk in trunks]
     columns = []
     for n, (row, start, ids) in enumerate(utterances, 1):
-        follows, shared = trunks[row][start : start + len(ids)], 0
-        while shared < len(follows) and follows[shared] == ids[shared]:
-            shared += 1
+        follows = trunks[row][start : start + len(ids)]
+        shared = next((i for i, token in enumerate(follows) if token != ids[i]), len(follows))
         first, rest = len(rows[row]), ids[shared:]
         columns.append([*range(start - 1, start + shared), *range(first, first + len(rest))])
         rows[row] += [(token, i, start + shared, n) for i, token in enumerate(rest, start + shared)]
@@ -360,13 +346,18 @@ def read(body, trunks, utterances):
 
 
 def score(actor, trunks, utterances, temperature: float):
-    """Logits [M, V] from which each token of the utterances is drawn, the last hidden state [M, H] and the owners [M]."""
+    """Logits [M, V] from which each token of the utterances is drawn, last hidden states [M, H], owners [M]."""
     # The last token of an utterance, its end of turn, is predicted but never read: it need not be fed.
     hidden_BTH, columns = read(actor.base_model, trunks, [(row, start, ids[:-1]) for row, start, ids in utterances])
-    row_M = torch.tensor([row for row, _, ids in utterances for _ in ids])
     owner_M = torch.tensor([n for n, (_, _, ids) in enumerate(utterances) for _ in ids], device=actor.device)
-    hidden_MH = hidden_BTH[row_M, torch.tensor([column for row in columns for column in row])]
+    row_M = [row for row, _, ids in utterances for _ in ids]
+    hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
     return actor.get_output_embeddings()(hidden_MH).float() / temperature, hidden_MH, owner_M
+
+
+def token_ids(utterances, actor) -> torch.Tensor:
+    """The tokens [M] of all utterances in a row."""
+    return torch.tensor([token for _, _, ids in utterances for token in ids], device=actor.device)
 
 
 class Critic(nn.Module):
@@ -428,18 +419,14 @@ def join(trajectories: list[Trajectory], tokenizer, append_only: bool):
 def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
     """A byte-pair vocabulary trained on the demonstrations."""
     tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
-    if superwords:  # D8: merges stay within what this finds, a whole question, a word of an answer or a newline
-        pieces = pre_tokenizers.Split(Regex(r"[^\n?]*\?| ?[^\n ]+|\n"), "isolated")
-        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
+    # D8: merges stay within what this finds, a whole question, a word of an answer or a newline.
+    pieces = pre_tokenizers.Split(Regex(r"[^\n?]*\?| ?[^\n ]+|\n"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes] if superwords else [as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # so that any text can be written
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=[special], initial_alphabet=alphabet, show_progress=False),
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # any text can be written
+    options = {"special_tokens": [special], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, **options))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special, pad_token=special)
 
 
@@ -473,19 +460,15 @@ def make_critic(args: Args, source: str, actor, tokenizer, append_only: bool, va
     if source == "tiny":
         body = copy.deepcopy(actor.base_model)  # D2
     elif source == "tiny-cls":
-        tokenizer, special = copy.deepcopy(tokenizer), tokenizer.eos_token
-        cls = processors.TemplateProcessing(f"{special} $A", special_tokens=[(special, tokenizer.eos_token_id)])
-        tokenizer.backend_tokenizer.post_processor = cls
+        tokenizer, cls = copy.deepcopy(tokenizer), (tokenizer.eos_token, tokenizer.eos_token_id)
+        with_cls = processors.TemplateProcessing(f"{cls[0]} $A", special_tokens=[cls])
+        tokenizer.backend_tokenizer.post_processor = with_cls
         sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.width}
-        config = transformers.BertConfig(
-            vocab_size=len(tokenizer), num_attention_heads=max(1, args.width // 32), **sizes
-        )
-        body = transformers.AutoModel.from_config(config)
+        sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": max(1, args.width // 32)}
+        body = transformers.AutoModel.from_config(transformers.BertConfig(**sizes))
     else:
-        tokenizer, body = (
-            load(transformers.AutoTokenizer, source, "--critic"),
-            load(transformers.AutoModel, source, "--critic"),
-        )
+        tokenizer = load(transformers.AutoTokenizer, source, "--critic")
+        body = load(transformers.AutoModel, source, "--critic")
     tokenizer.truncation_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
     return Critic(body.to(getattr(torch, args.dtype)), tokenizer, append_only, value).to(args.device).eval()
@@ -520,7 +503,7 @@ def sample(actor, cache, hidden_BNH, visible_BNT, start_BN, enders, args: Args, 
     """Writes N utterances behind each of B cached trunks, a token of all of them at a time.
 
     `hidden_BNH` is the state before each utterance, `visible_BNT` what it sees of the cache and `start_BN` its first
-    position. Returns tokens [B, N, L], their log-probs, which of them count, and which the cache has read [B, N, L - 1].
+    position. Returns tokens [B, N, L], log-probs, which of them count, and which the cache has read [B, N, L - 1].
     """
     B, N, _ = hidden_BNH.shape
     open_BN = torch.ones(B, N, dtype=torch.bool)
@@ -571,7 +554,7 @@ def rollout(actor, tokenizer, enders, worlds, args: Args, generator, seeds=None,
             t.action_ids.append(ids[i])
             t.rewards.append(rewards[i])
             t.terminated = terminated[i]
-            reply = encode(tokenizer, observations[i][len(t.observations[-2]) + len(t.actions[-1]) :])
+            reply = encode(tokenizer, t.replies()[-1])
             if not append_only:
                 unread[i] = encode(tokenizer, observations[i])
             elif tokenizer.decode(ids[i][:-1]) == t.actions[-1]:
@@ -623,32 +606,27 @@ def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -
     """One step of an optimiser with clipped gradients; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm).item()
-    if not np.isfinite([loss.item(), norm]).all():
-        stop(
-            f"the {what} diverged (loss {loss.item()}, gradient {norm}): lower its learning rate; nothing was saved of it"
-        )
+    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    if not torch.isfinite(loss + norm):
+        stop(f"the {what} diverged (loss {loss.item()}, gradient {norm.item()}): lower its learning rate")
     optimizer.step()
-    return norm
+    return norm.item()
 
 
 def warm_start(actor, tokenizer, demonstrations: list[Trajectory], append_only: bool, args: Args, rng) -> None:
     """Supervised learning of the demonstrations' utterances, their ends of turn included."""
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    orders = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)]
-    batches = [
-        order[i : i + args.warm_start_batch] for order in orders for i in range(0, len(order), args.warm_start_batch)
-    ]
+    orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
+    batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
     for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
-        part = [demonstrations[i] for i in batch]
+        part, end = [demonstrations[i] for i in batch], encode(tokenizer, "\n")
         trunks, states = join(part, tokenizer, append_only)
-        end = encode(tokenizer, "\n")
         said = [encode(tokenizer, action) + end for t in part for action in t.actions]
         utterances = [(*states[s], ids) for s, ids in zip(states_acted(part), said, strict=True)]
         logits_MV, _, _ = score(actor, trunks, utterances, temperature=1.0)
-        loss = F.cross_entropy(logits_MV, torch.tensor([token for ids in said for token in ids], device=actor.device))
+        loss = nn.functional.cross_entropy(logits_MV, token_ids(utterances, actor))
         descend(loss, optimizer, actor, 1.0, "warm start")
         bar.set_postfix(nll=f"{loss.item():.2f}", refresh=False)
 
@@ -687,28 +665,22 @@ def critic_update(critic, target, optimizer, trajectories, fresh, loss: str, arg
         q_target_N2 = td_target(reward_N, target_v_S2[[s + 1 for s in acted]], terminated_N, args.gamma)
         if loss == "mc":
             q_target_N2 = target_q_N2 = return_N[:, None].expand(-1, 2)
-    q_loss = F.mse_loss(q_N2, q_target_N2)  # E1
+    q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
     v_loss = value_loss(v_S2[at], target_q_N2, args.expectile if loss == "iql" else 0.5)  # E2, E6
     norm = descend(q_loss + v_loss, optimizer, critic, args.max_grad_norm, "critic")
     polyak_update(target, critic, args.polyak)
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     first_turns = np.cumsum([0] + [len(t) for t in trajectories[:-1]])
-    return {
-        "critic/q_loss": q_loss.item(),
-        "critic/v_loss": v_loss.item(),
-        "critic/grad_norm": norm,
-        "critic/explained_variance": 1 - (error_N.var() / return_N.var().clamp(min=1e-8)).item(),
-        "critic/bias": error_N[first_turns].mean().item(),
-    }
+    metrics = {"critic/q_loss": q_loss, "critic/v_loss": v_loss, "critic/grad_norm": norm}
+    metrics["critic/explained_variance"] = 1 - error_N.var() / return_N.var().clamp(min=1e-8)
+    metrics["critic/bias"] = error_N[first_turns].mean()
+    return {tag: float(figure) for tag, figure in metrics.items()}
 
 
-def actor_update(
-    actor, start_actor, critic, baseline, optimizer, tokenizer, trajectories, fresh, append_only, args: Args
-):
+def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, trajectories, fresh, append_only, args):
     """One step on E3 with utterances just sampled in replayed states, `fresh`, as token ids."""
-    acted = states_acted(trajectories)
-    trunks, states = join(trajectories, tokenizer, append_only)
+    acted, (trunks, states) = states_acted(trajectories), join(trajectories, tokenizer, append_only)
     sampled = [ids for row in fresh for ids in row[:-1]]  # none of what could be said after the end
     utterances = [(*states[s], ids) for s, ids in zip(acted, sampled, strict=True)]
     with torch.no_grad():
@@ -719,34 +691,29 @@ def actor_update(
 
     logits_MV, hidden_MH, owner_M = score(actor, trunks, utterances, args.temperature)
     logp_MV = logits_MV.log_softmax(-1)
-    token_M = torch.tensor([token for ids in sampled for token in ids], device=actor.device)
-    logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
+    logp_M = logp_MV.gather(-1, token_ids(utterances, actor)[:, None])[:, 0]
     baseline_M = baseline(hidden_MH.detach().float())[:, 0] if args.baseline else torch.zeros_like(logp_M)
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
     kl = kl_divergence(logp_MV, start_logp_MV).sum() / len(sampled)
-    baseline_fit = baseline_loss(baseline_M, advantage_N, owner_M) if args.baseline else torch.zeros(())
-    loss = policy_loss + args.kl * kl + baseline_fit  # D1
-    norm = descend(loss, optimizer, actor, args.max_grad_norm, "actor")
-    return ({"actor/baseline_loss": baseline_fit.item()} if args.baseline else {}) | {
-        "actor/loss": policy_loss.item(),
-        "actor/kl": kl.item(),
-        "actor/entropy": -(logp_MV.exp() * logp_MV).sum().item() / len(sampled),
-        "actor/advantage_mean": raw_N.mean().item(),
-        "actor/advantage_std": raw_N.std().item(),
-        "actor/grad_norm": norm,
-    }
+    metrics = {"actor/loss": policy_loss, "actor/kl": kl}
+    metrics["actor/entropy"] = -(logp_MV.exp() * logp_MV).sum() / len(sampled)
+    metrics |= {"actor/advantage_mean": raw_N.mean(), "actor/advantage_std": raw_N.std()}
+    loss = policy_loss + args.kl * kl  # D1
+    if args.baseline:
+        metrics["actor/baseline_loss"] = baseline_loss(baseline_M, advantage_N, owner_M)
+        loss = loss + metrics["actor/baseline_loss"]
+    metrics["actor/grad_norm"] = descend(loss, optimizer, actor, args.max_grad_norm, "actor")
+    return {tag: float(figure) for tag, figure in metrics.items()}
 
 
 # ---------------------------------------------------------- 7. evaluation
 def summarise(played: list[Trajectory]) -> dict[str, float]:
     """Mean undiscounted return, success, length, truncation and share of invalid utterances."""
-    return {
-        "return": float(np.mean([sum(t.rewards) for t in played])),
-        "success": float(np.mean([t.terminated for t in played])),
-        "length": float(np.mean([len(t) for t in played])),
-        "truncated": float(np.mean([not t.terminated for t in played])),
-        "invalid": float(np.mean(["invalid" in reply.lower() for t in played for reply in t.replies()])),
-    }
+    ends = [t.terminated for t in played]
+    invalid = ["invalid" in reply.lower() for t in played for reply in t.replies()]
+    figures = {"return": [sum(t.rewards) for t in played], "success": ends, "truncated": np.logical_not(ends)}
+    figures |= {"length": [len(t) for t in played], "invalid": invalid}
+    return {key: float(np.mean(values)) for key, values in figures.items()}
 
 
 def evaluate(actor, tokenizer, enders, args: Args) -> dict[str, float]:
@@ -770,14 +737,14 @@ def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
 
 
 # ---------------------------------------------------------- 8. save and resume
-def write(path: Path, text: str) -> None:
-    """A file appears whole or not at all: it is written under another name, then renamed."""
+def write(path: Path, records: list[dict], indent: int | None = None) -> None:
+    """JSON, a line each. The file appears whole or not at all: it is written under another name, then renamed."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.write_text("".join(json.dumps(record, indent=indent) + "\n" for record in records), encoding="utf-8")
+    temporary.replace(path)
 
 
-def log(path: Path, records: list[dict]) -> None:
+def append(path: Path, records: list[dict]) -> None:
     """Appends lines of JSON."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
@@ -786,21 +753,20 @@ def log(path: Path, records: list[dict]) -> None:
 def keep_until(path: Path, iteration: int) -> None:
     """Drops from a log what was written after the checkpoint of an iteration, half a line at the end included."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    write(path, "".join(line + "\n" for line in lines if json.loads(line)["iteration"] <= iteration))
+    write(path, [record for record in map(json.loads, lines) if record["iteration"] <= iteration])
 
 
 def save(run: Path, state: dict, actor, tokenizer, critic: Critic, buffer: list[Trajectory]) -> None:
     """A checkpoint: actor and critic as Hugging Face folders, the replay buffer as text, all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     for name, model, its_tokenizer in (("actor", actor, tokenizer), ("critic", critic.body, critic.tokenizer)):
         model.save_pretrained(temporary / name)
         its_tokenizer.save_pretrained(temporary / name)
-    log(temporary / "replay.jsonl", [{k: v for k, v in vars(t).items() if k != "layouts"} for t in buffer])
+    write(temporary / "replay.jsonl", [{k: v for k, v in vars(t).items() if k != "layouts"} for t in buffer])
     torch.save(state, temporary / "state.pt")
-    shutil.rmtree(folder, ignore_errors=True)  # there only if one iteration is saved twice
-    os.replace(temporary, folder)
+    temporary.replace(folder)  # from here on it counts; the one before is no longer needed
     for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
 
@@ -809,9 +775,7 @@ def newest_checkpoint(run: str, flag: str) -> Path:
     """The folder of a run's last checkpoint."""
     folders = sorted(Path(run, "checkpoints").glob("[0-9]*[0-9]"))
     if not folders:
-        stop(
-            f"{flag} {run}: no checkpoint in it; give the folder of a run, such as runs/twenty-questions__archer__1__..."
-        )
+        stop(f"{flag} {run}: no checkpoint in it; give the folder of a run, as in runs/")
     return folders[-1]
 
 
@@ -853,7 +817,6 @@ def main(args: Args) -> dict[str, float]:
             stop("--demonstrations 0: the tiny actor's vocabulary is trained on them; give at least one")
         actor, tokenizer = make_actor(args, args.actor, [t.observations[-1] for t in demonstrations[:3000]])
         warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
-        del demonstrations
     vocabulary, width = actor.get_output_embeddings().weight.shape
     enders = turn_enders(tokenizer, vocabulary)
 
@@ -870,23 +833,20 @@ def main(args: Args) -> dict[str, float]:
     # --- all that learns; a checkpoint overwrites where it starts
     if not checkpoint:
         evaluation = evaluate(actor, tokenizer, enders, args)
-        buffer, _ = rollout(actor, tokenizer, enders, worlds, args, generator, rng.integers(2**31, size=args.rollouts).tolist())
-        state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0, "evaluation": evaluation}
+        seeds = rng.integers(2**31, size=args.rollouts).tolist()
+        buffer, _ = rollout(actor, tokenizer, enders, worlds, args, generator, seeds)
+        state = {"iteration": 0, "episodes": 0, "critic_updates": 0, "evaluation": evaluation}
         state["warm_start_return"] = evaluation["eval/return"]
     value = float(np.mean([mc_returns(t.rewards, args.gamma)[0] for t in buffer]))  # D4
     source = str(checkpoint / "critic") if checkpoint else args.critic
     critic = make_critic(args, source, actor, tokenizer, append_only, value)
+    target, start_actor = copy.deepcopy(critic).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
     baseline = mlp(width, width, 0.0).to(args.device)
     parameters = [*actor.parameters(), *baseline.parameters()]
-    modules = {
-        "critic": critic,
-        "target": copy.deepcopy(critic).requires_grad_(False),
-        "start_actor": copy.deepcopy(actor).requires_grad_(False),
-        "baseline": baseline,
-        "optimizer": torch.optim.AdamW(parameters, lr=args.actor_lr, weight_decay=0.0),
-        "critic_optimizer": torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0),
-    }
-    _, target, start_actor, _, optimizer, critic_optimizer = modules.values()
+    optimizer = torch.optim.AdamW(parameters, lr=args.actor_lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
+    modules = {"start_actor": start_actor, "baseline": baseline, "optimizer": optimizer}
+    modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
 
     def checkpoint_now():
         state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
@@ -905,7 +865,7 @@ def main(args: Args) -> dict[str, float]:
     else:
         run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         run.mkdir(parents=True)
-    write(run / "args.json", json.dumps(asdict(replace(args, resume="")), indent=2))
+    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     if not checkpoint:
         checkpoint_now()
     print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
@@ -923,12 +883,11 @@ def main(args: Args) -> dict[str, float]:
             buffer.pop(0)
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
-        warming_up = state["critic_updates"] < args.critic_warmup
-        loss = "mc" if warming_up else args.critic_loss  # D7
-        pool, texts = [buffer[i] for i in rng.integers(len(buffer), size=args.critic_pool)], [[]] * args.critic_pool
-        if loss == "td":
-            fresh = fresh_utterances(actor, tokenizer, enders, pool, append_only, args, generator)
-            texts = [[spoken(tokenizer, ids) for ids in row] for row in fresh]
+        loss = "mc" if state["critic_updates"] < args.critic_warmup else args.critic_loss  # D7
+        pool = [buffer[i] for i in rng.integers(len(buffer), size=args.critic_pool)]
+        asked = pool if loss == "td" else []  # the other losses know no utterances but those in the data
+        fresh = fresh_utterances(actor, tokenizer, enders, asked, append_only, args, generator)
+        texts = [[spoken(tokenizer, ids) for ids in row] for row in fresh] or [[]] * len(pool)
         critic_rows, actor_rows = [], []
         for _ in range(args.critic_updates):
             batch = rng.integers(len(pool), size=args.critic_batch)
@@ -937,7 +896,7 @@ def main(args: Args) -> dict[str, float]:
         state["critic_updates"] += args.critic_updates
 
         # 3. the actor, on utterances of its own
-        for _ in range(0 if warming_up else args.actor_updates):
+        for _ in range(args.actor_updates if state["critic_updates"] > args.critic_warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
             fresh = fresh_utterances(actor, tokenizer, enders, batch, append_only, args, generator)
             learners = actor, start_actor, critic, baseline, optimizer
@@ -946,7 +905,7 @@ def main(args: Args) -> dict[str, float]:
         # 4. the books
         state["iteration"] += 1
         state["episodes"] += len(played)
-        metrics = {"iteration": state["iteration"], "rollout/nll": float(np.mean(nll))}
+        metrics = {"rollout/nll": float(np.mean(nll))}
         metrics |= {f"rollout/{key}": figure for key, figure in summarise(played).items()}
         for rows in filter(None, (critic_rows, actor_rows)):
             metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
@@ -956,10 +915,10 @@ def main(args: Args) -> dict[str, float]:
         metrics["time/utterances_per_second"] = sum(map(len, played)) / (time.time() - began)
         for tag, figure in metrics.items():
             writer.add_scalar(tag, figure, state["iteration"])
-        log(run / "metrics.jsonl", [metrics])
-        log(run / "rollouts.jsonl", dialogues(critic, played[:4], state["iteration"]))
+        append(run / "metrics.jsonl", [{"iteration": state["iteration"]} | metrics])
+        append(run / "rollouts.jsonl", dialogues(critic, played[:4], state["iteration"]))
         bar.update()
-        tqdm.write(progress(metrics))
+        tqdm.write(progress(state["iteration"], metrics))
         if state["iteration"] % args.save_every == 0 or state["iteration"] == args.iterations or interrupted:
             checkpoint_now()
     bar.close()
@@ -968,12 +927,12 @@ def main(args: Args) -> dict[str, float]:
     if interrupted:
         print(f"stopped; go on with: python archer.py --resume {run}")
 
-    summary = {key: state[key] for key in ("warm_start_return", "episodes")}
-    summary |= {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
+    summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
+    summary = {"warm_start_return": state["warm_start_return"]} | summary | {"episodes": state["episodes"]}
     summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     summary |= {"seed": args.seed, "commit": commit()}
-    write(run / "summary.json", json.dumps(summary, indent=2))
+    write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
     return summary
 
@@ -1003,18 +962,17 @@ def dialogues(critic: Critic, played: list[Trajectory], iteration: int) -> list[
     return records
 
 
-def progress(metrics: dict[str, float]) -> str:
+def progress(iteration: int, metrics: dict[str, float]) -> str:
     """One aligned line for the terminal."""
-    tags = (
-        ("return", "success", "invalid"),
-        ("q_loss", "explained_variance"),
-        ("kl", "entropy"),
-        ("return", "return_greedy"),
-    )
-    names = [
-        f"{group}/{tag}" for group, own in zip(("rollout", "critic", "actor", "eval"), tags, strict=True) for tag in own
-    ]
-    return f"{metrics['iteration']:4d}" + "".join(f"  {tag} {metrics[tag]:6.2f}" for tag in names if tag in metrics)
+    shown = {"return": "rollout/return", "success": "rollout/success", "invalid": "rollout/invalid"}
+    shown |= {
+        "q_loss": "critic/q_loss",
+        "ev": "critic/explained_variance",
+        "kl": "actor/kl",
+        "entropy": "actor/entropy",
+    }
+    shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
+    return f"{iteration:4d}" + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics)
 
 
 @torch.no_grad()
@@ -1030,11 +988,14 @@ def play(args: Args) -> None:
         before = hidden[:, -1:], visible[:, None], length[:, None]
         tokens, _, counts, _ = sample(actor, cache, *before, enders, args, generator)
         question = spoken(tokenizer, tokens[counts].tolist())
-        print(question, end=" ", flush=True)
-        answer = sys.stdin.readline()[:1].lower()
-        if answer in ("c", ""):  # an empty string is the end of the input
+        try:
+            answer = input(f"{question} ")[:1].lower()
+        except EOFError:
             break
-        text += f"{question} { {'y': 'Yes.', 'n': 'No.'}.get(answer, 'Invalid Question.') }\n"
+        if answer == "c":
+            break
+        reply = {"y": "Yes.", "n": "No."}.get(answer, "Invalid Question.")
+        text += f"{question} {reply}\n"
 
 
 if __name__ == "__main__":
