@@ -672,7 +672,7 @@ def critic_update(critic, target, optimizer, trajectories, fresh, loss: str, arg
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     first_turns = np.cumsum([0] + [len(t) for t in trajectories[:-1]])
-    metrics = {"critic/q_loss": q_loss, "critic/v_loss": v_loss, "critic/grad_norm": norm}
+    metrics = {"critic/q_loss": q_loss.detach(), "critic/v_loss": v_loss.detach(), "critic/grad_norm": norm}
     metrics["critic/explained_variance"] = 1 - error_N.var() / return_N.var().clamp(min=1e-8)
     metrics["critic/bias"] = error_N[first_turns].mean()
     return {tag: float(figure) for tag, figure in metrics.items()}
@@ -695,13 +695,13 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, tra
     baseline_M = baseline(hidden_MH.detach().float())[:, 0] if args.baseline else torch.zeros_like(logp_M)
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
     kl = kl_divergence(logp_MV, start_logp_MV).sum() / len(sampled)
-    metrics = {"actor/loss": policy_loss, "actor/kl": kl}
-    metrics["actor/entropy"] = -(logp_MV.exp() * logp_MV).sum() / len(sampled)
-    metrics |= {"actor/advantage_mean": raw_N.mean(), "actor/advantage_std": raw_N.std()}
     loss = policy_loss + args.kl * kl  # D1
+    metrics = {"actor/loss": policy_loss.detach(), "actor/kl": kl.detach()}
+    metrics["actor/entropy"] = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(sampled)
+    metrics |= {"actor/advantage_mean": raw_N.mean(), "actor/advantage_std": raw_N.std()}
     if args.baseline:
-        metrics["actor/baseline_loss"] = baseline_loss(baseline_M, advantage_N, owner_M)
-        loss = loss + metrics["actor/baseline_loss"]
+        token_loss = baseline_loss(baseline_M, advantage_N, owner_M)
+        loss, metrics["actor/baseline_loss"] = loss + token_loss, token_loss.detach()
     metrics["actor/grad_norm"] = descend(loss, optimizer, actor, args.max_grad_norm, "actor")
     return {tag: float(figure) for tag, figure in metrics.items()}
 
@@ -965,19 +965,15 @@ def dialogues(critic: Critic, played: list[Trajectory], iteration: int) -> list[
 def progress(iteration: int, metrics: dict[str, float]) -> str:
     """One aligned line for the terminal."""
     shown = {"return": "rollout/return", "success": "rollout/success", "invalid": "rollout/invalid"}
-    shown |= {
-        "q_loss": "critic/q_loss",
-        "ev": "critic/explained_variance",
-        "kl": "actor/kl",
-        "entropy": "actor/entropy",
-    }
-    shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
+    shown |= {"q_loss": "critic/q_loss", "explained": "critic/explained_variance", "kl": "actor/kl"}
+    shown |= {"entropy": "actor/entropy", "eval": "eval/return", "greedy": "eval/return_greedy"}
     return f"{iteration:4d}" + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics)
 
 
 @torch.no_grad()
 def play(args: Args) -> None:
     """The trained agent asks, a person answers."""
+    transformers.logging.disable_progress_bar()
     actor, tokenizer = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
     enders = turn_enders(tokenizer, len(actor.get_output_embeddings().weight))
     world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)
