@@ -57,7 +57,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-import envs
 import numpy as np
 import torch
 import transformers
@@ -67,6 +66,8 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+import envs
 
 
 # ---------------------------------------------------------- 1. arguments
