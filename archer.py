@@ -93,27 +93,27 @@ class Args:
 
     dataset: str = ""  # JSON file of dialogues in the authors' format, instead of the world's own demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 3  # passes over the demonstrations; 0 leaves the actor as it is
+    warm_start_epochs: int = 5  # passes over the demonstrations; 0 leaves the actor as it is
     warm_start_lr: float = 6e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_batch: int = 16  # dialogues in an update of the warm start
 
     rollouts: int = 128  # dialogues played in an iteration (paper: 128, Table 3)
-    buffer_size: int = 100_000  # utterances that the replay buffer holds (paper Fig. 5b)
+    buffer_size: int = 16_000  # utterances that the replay buffer holds (paper Fig. 5b)
     temperature: float = 1.0  # of sampling, and so of scoring
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2, or the ablations of App. D: Monte-Carlo, E6
-    critic_lr: float = 1e-3  # paper: 6e-4 in Table 3, 2e-5 in the released configuration; see D5
+    critic_lr: float = 5e-4  # paper: 6e-4 in Table 3, 2e-5 in the released configuration; see D5
     critic_updates: int = 40  # updates of the critic in an iteration, each with a Polyak step of the target
     critic_batch: int = 16  # dialogues in an update of the critic
-    critic_pool: int = 128  # dialogues that an iteration draws from the buffer for its critic updates
-    critic_warmup: int = 400  # critic updates before the actor moves (D7; paper: 20 iterations)
+    critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
+    critic_warmup: int = 160  # critic updates before the actor moves (D7; paper: 20 iterations)
     gamma: float = 0.95  # discount of an utterance (paper: 0.95)
     polyak: float = 0.1  # share of the critic that enters its target copy after every update (paper: 0.1)
     expectile: float = 0.9  # of E6, for --critic-loss iql
     truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D6)
 
-    actor_lr: float = 1e-3  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
+    actor_lr: float = 5e-4  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
     actor_updates: int = 1  # updates of the actor in an iteration, each on utterances just sampled
     actor_batch: int = 64  # dialogues in an update of the actor
     kl: float = 0.1  # weight of the KL divergence from the warm-started actor (D1)
