@@ -38,8 +38,8 @@ Differs from the paper:
       values take hundreds of updates from the end of a dialogue to its beginning, and an actor that moves before
       learns the opposite: advantages correlated -0.3 with the information that a question gained.
   D8  The tiny actor's byte pairs may span words (as in SuperBPE, arXiv:2503.13423), so that a common question is one
-      or two tokens (--no-superwords is GPT-2's way). A turn has 2.3 times fewer tokens, and a warm start of equal
-      time solves 61 % instead of 18 %.
+      or two tokens (--no-superwords is GPT-2's way). A turn has 2.3 times fewer tokens, and a warm start of
+      equal time solved 61 % instead of 18 % (one seed).
 From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
 one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
@@ -447,7 +447,7 @@ def make_actor(args: Args, source: str, texts: list[str]):
         config = transformers.GPT2Config(
             vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, **sizes,
             activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel: a quarter of the time of a step
-            initializer_range=0.1,  # GPT-2's 0.02 is for 768 wide; at 64 it costs twice the updates
+            initializer_range=0.1,  # GPT-2's 0.02 is for 768 wide; smaller learns slower, see LOG.md
         )  # fmt: skip
         actor = transformers.AutoModelForCausalLM.from_config(config)
     else:
