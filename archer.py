@@ -5,7 +5,7 @@
 # ///
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
-    python archer.py --env twenty-questions                                   # @@HEADLINE@@
+    python archer.py --env twenty-questions-subset                            # 8 CPU minutes, -14.5 -> -6.8
     python archer.py --actor gpt2 --critic roberta-base --warm-start-lr 1e-4 --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...          python archer.py --play runs/...
 
@@ -76,7 +76,7 @@ class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
     seed: int = 1  # of everything random in the run
-    iterations: int = 60  # rounds of rollouts, critic updates and actor updates
+    iterations: int = 80  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer

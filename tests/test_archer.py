@@ -108,7 +108,7 @@ class ForgetfulToy(Toy):
     append_only = False
 
     def follow(self, action, reply):
-        return f"turn {self.turn}, after {action or 'nothing'}:{reply}"
+        return f"{self.index + 2 - self.turn} to go, after {action or 'nothing'}:{reply}"
 
 
 @pytest.fixture(autouse=True, scope="module")
