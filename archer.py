@@ -97,8 +97,8 @@ class Args:
     warm_start_lr: float = 6e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_batch: int = 16  # dialogues in an update of the warm start
 
-    rollouts: int = 128  # dialogues played in an iteration (paper: 128, Table 3)
-    buffer_size: int = 16_000  # utterances that the replay buffer holds (paper Fig. 5b)
+    rollouts: int = 128  # dialogues played in an iteration (authors' configuration: 128)
+    buffer_size: int = 16_000  # utterances that the replay buffer holds (paper Fig. 5b; see LOG.md)
     temperature: float = 1.0  # of sampling, and so of scoring
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
