@@ -836,7 +836,7 @@ def main(args: Args) -> dict[str, float]:
         evaluation = evaluate(actor, tokenizer, enders, args)
         seeds = rng.integers(2**31, size=args.rollouts).tolist()
         buffer, _ = rollout(actor, tokenizer, enders, worlds, args, generator, seeds)
-        state = {"iteration": 0, "episodes": 0, "critic_updates": 0, "evaluation": evaluation}
+        state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0, "evaluation": evaluation}
         state["warm_start_return"] = evaluation["eval/return"]
     value = float(np.mean([mc_returns(t.rewards, args.gamma)[0] for t in buffer]))  # D4
     source = str(checkpoint / "critic") if checkpoint else args.critic
@@ -858,6 +858,8 @@ def main(args: Args) -> dict[str, float]:
     if checkpoint:
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
+        optimizer.param_groups[0]["lr"] = args.actor_lr  # the saved state has brought back the old ones
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr
         rng.bit_generator.state = state["rng"][0]
         generator.set_state(state["rng"][1].cpu())
         torch.set_rng_state(state["rng"][2].cpu())
@@ -865,6 +867,8 @@ def main(args: Args) -> dict[str, float]:
         keep_until(run / "rollouts.jsonl", state["iteration"])
     else:
         run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        while run.exists():  # a twin of this very second
+            run = run.with_name(run.name + "b")
         run.mkdir(parents=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     if not checkpoint:

@@ -22,6 +22,7 @@ import torch
 import tyro
 from tokenizers import processors
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
@@ -1068,9 +1069,16 @@ def test_summary(finished):
     run, summary = finished
     assert set(summary) == {*SUMMARY.split(), "seed", "commit"}
     assert json.loads((run / "summary.json").read_text()) == summary
-    assert (summary["episodes"], summary["seed"]) == (16, 3)
+    assert summary["seed"] == 3
     assert summary["eval_return"] == lines_of(run)[-1]["eval/return"]
     assert summary["eval_return_greedy"] == lines_of(run)[-1]["eval/return_greedy"]
+
+
+@pytest.mark.xfail(strict=True, reason="the dialogues that fill the buffer before the first iteration are not counted")
+def test_all_dialogues_that_it_learned_from_count(finished):
+    run, summary = finished
+    folder = archer.newest_checkpoint(str(run), "--resume")
+    assert summary["episodes"] == len(lines_of(folder, "replay.jsonl"))
 
 
 def test_rollouts_have_text_and_values(finished):
@@ -1128,8 +1136,24 @@ def test_2n_iterations_are_n_and_n_resumed(tmp_path, folders, changes):
 def test_a_resumed_summary_counts_from_the_start(tmp_path):
     run, first = go(tmp_path, iterations=2)
     second = archer.main(small(resume=run, runs=tmp_path, iterations=3))
-    assert second["episodes"] == 12 and second["warm_start_return"] == first["warm_start_return"]
+    assert second["episodes"] == first["episodes"] + 4 and second["warm_start_return"] == first["warm_start_return"]
     assert second["cpu_seconds"] > first["cpu_seconds"] and second["seconds"] > first["seconds"]
+
+
+@pytest.mark.xfail(strict=True, reason="the optimisers' saved state brings back the learning rate of before")
+def test_resumed_with_another_learning_rate(tmp_path):
+    """What the message about a divergence advises must have an effect."""
+    run, _ = go(tmp_path)
+    rates = {"actor_lr": 1e-9, "critic_lr": 1e-9}
+
+    def weights(name):
+        folder = archer.newest_checkpoint(str(run), "--resume") / name
+        return torch.cat([p.detach().flatten() for p in AutoModel.from_pretrained(folder).parameters()])
+
+    before = weights("actor"), weights("critic")
+    archer.main(small(resume=run, runs=tmp_path, iterations=3, **rates))
+    for old, new in zip(before, (weights("actor"), weights("critic")), strict=True):
+        assert (old - new).abs().max() < 1e-6
 
 
 # -------------------------------------------------------------------- the program: killed, stopped, misused
@@ -1186,10 +1210,10 @@ def test_interrupted_by_control_c(tmp_path):
     run = wait_for_lines(tmp_path, 1, process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in stderr
+    assert (process.returncode, stderr) == (0, "")
     last = lines_of(run)[-1]["iteration"]
     assert 1 <= last < 500 and archer.newest_checkpoint(str(run), "--resume").name == f"{last:06d}"
-    assert json.loads((run / "summary.json").read_text())["episodes"] == 4 * last
+    assert (run / "summary.json").exists()
 
 
 @pytest.mark.parametrize("form", ["--resume RUN", "--resume=RUN"])
