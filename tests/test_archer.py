@@ -1074,7 +1074,6 @@ def test_summary(finished):
     assert summary["eval_return_greedy"] == lines_of(run)[-1]["eval/return_greedy"]
 
 
-@pytest.mark.xfail(strict=True, reason="the dialogues that fill the buffer before the first iteration are not counted")
 def test_all_dialogues_that_it_learned_from_count(finished):
     run, summary = finished
     folder = archer.newest_checkpoint(str(run), "--resume")
@@ -1140,7 +1139,6 @@ def test_a_resumed_summary_counts_from_the_start(tmp_path):
     assert second["cpu_seconds"] > first["cpu_seconds"] and second["seconds"] > first["seconds"]
 
 
-@pytest.mark.xfail(strict=True, reason="the optimisers' saved state brings back the learning rate of before")
 def test_resumed_with_another_learning_rate(tmp_path):
     """What the message about a divergence advises must have an effect."""
     run, _ = go(tmp_path)
