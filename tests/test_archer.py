@@ -831,6 +831,33 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes):
     assert (gradient(baseline).norm() > 0) == args.baseline
 
 
+@pytest.mark.parametrize("with_baseline, kl", [(False, 0.0), (True, 0.0), (False, 0.5)])
+def test_the_actors_gradient_is_that_of_E3_and_D1(actor, tokenizer, with_baseline, kl):
+    """And no more: what the baseline learns (E5) moves the baseline only, and the advantage is a number."""
+    played, _ = play("toy", actor, tokenizer, n=4)
+    fresh, critic = fresh_for(played, actor, tokenizer, True), make_critic(actor, tokenizer, True)
+    torch.manual_seed(0)
+    baseline, twin, start = archer.mlp(32, 32, 0.3), copy.deepcopy(actor), copy.deepcopy(actor)
+    start.lm_head.weight.data += 0.2 * torch.randn_like(start.lm_head.weight)
+    utterances = [(t, k, row[k]) for t, row in zip(played, fresh, strict=True) for k in range(len(t))]
+    for t, k, ids in utterances:
+        v, q = value_alone(critic, t, k, archer.spoken(tokenizer, ids))
+        before = contexts(t, tokenizer, True)[k]
+        tokens, at = torch.tensor([before + ids]), slice(len(before) - 1, -1)
+        logps, start_logps = (x(input_ids=tokens).logits[0, at].log_softmax(-1) for x in (twin, start))
+        weights = q.min() - v.min()
+        if with_baseline:
+            weights = weights - baseline(twin.base_model(input_ids=tokens).last_hidden_state[0, at])[:, 0]
+        loss = -(logps[range(len(ids)), ids] * weights.detach()).sum()
+        loss = loss + kl * (logps.exp() * (logps - start_logps.detach())).sum()
+        (loss / len(utterances)).backward()
+    args = small(kl=kl, center=False, baseline=with_baseline, max_grad_norm=1e9)
+    optimizer = still(actor, baseline)
+    archer.actor_update(actor, start, critic, baseline, optimizer, tokenizer, played, fresh, True, args)
+    expected = gradient(twin)
+    assert (gradient(actor) - expected).norm() < 1e-4 * expected.norm()
+
+
 def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, tokenizer):
     """The loss reaches the hidden states that predict tokens of utterances, ends of turn included, and no others."""
     played = [archer.Trajectory(**{k: d[k] for k in ("observations", "actions", "rewards", "terminated", "answer")})
