@@ -73,7 +73,7 @@ def main(args: Args) -> None:
     played = play()
     seen, acted = played[: args.critic_batch], played[: args.actor_batch]
     ids, texts = sample(acted), [[archer.spoken(tokenizer, x) for x in row] for row in sample(seen)]
-    critic_step = (critic, target, critic_optimizer, seen, texts, args.critic_loss, args)
+    critic_step = (critic, target, critic_optimizer, seen, texts, args)
     actor_step = (actor, start_actor, critic, baseline, actor_optimizer, tokenizer, acted, ids, append_only, args)
     parts = {
         "rollout": lambda: sum(map(len, play())),

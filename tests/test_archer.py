@@ -743,7 +743,7 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world, loss, truncation_is
         t.rewards = [0.3 * n - k for k in range(len(t))]
     critic, target = (make_critic(actor, tokenizer, append_only, seed=seed) for seed in (1, 2))
     fresh = [[WORDS[(n + k) % 4] for k in range(len(t) + 1)] for n, t in enumerate(played)]
-    args = small(gamma=0.8, expectile=0.7, truncation_is_terminal=truncation_is_terminal, polyak=0.0)
+    args = small(gamma=0.8, critic_loss=loss, expectile=0.7, polyak=0.0, truncation_is_terminal=truncation_is_terminal)
 
     q_terms, v_terms = [], []
     for t, row in zip(played, fresh, strict=True):
@@ -766,7 +766,7 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world, loss, truncation_is
             share = 0.7 if loss == "iql" else 0.5
             v_terms.append(sum((share if g > 0 else 1 - share) * g.item() ** 2 for g in gap))
 
-    metrics = archer.critic_update(critic, target, still(critic), played, fresh, loss, args)
+    metrics = archer.critic_update(critic, target, still(critic), played, fresh, args)
     assert metrics["critic/q_loss"] == pytest.approx(np.mean(q_terms), rel=1e-4)
     assert metrics["critic/v_loss"] == pytest.approx(np.mean(v_terms), rel=1e-4)
 
@@ -779,7 +779,7 @@ def test_critic_update_moves_the_critic_and_the_target_after_it(actor, tokenizer
     before = copy.deepcopy(target)
     fresh = [["ant"] * (len(t) + 1) for t in played]
     optimizer = torch.optim.SGD(critic.parameters(), lr=1e-3)
-    archer.critic_update(critic, target, optimizer, played, fresh, "td", small(polyak=0.25))
+    archer.critic_update(critic, target, optimizer, played, fresh, small(polyak=0.25))
     assert gradient(critic).norm() > 0
     for now, old, new in zip(target.parameters(), before.parameters(), critic.parameters(), strict=True):
         assert torch.allclose(now, 0.75 * old + 0.25 * new, atol=1e-6)
@@ -898,7 +898,7 @@ def test_1x8_is_8x1(actor, tokenizer):
         part, ids, said = ([x[i] for i in which] for x in (played, fresh, texts))
         options = (tokenizer, part, ids, True, args)
         a = archer.actor_update(actor, start, critic, baseline, still(actor, baseline), *options)
-        c = archer.critic_update(critic, target, still(critic), part, said, "td", args)
+        c = archer.critic_update(critic, target, still(critic), part, said, args)
         figures = [a["actor/loss"], a["actor/kl"], c["critic/q_loss"], c["critic/v_loss"]]
         return torch.cat([torch.tensor(figures), gradient(actor), gradient(critic)])
 

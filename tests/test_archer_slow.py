@@ -65,7 +65,7 @@ def test_E1_E2_reach_the_values_of_dynamic_programming(loss, append_only, kind):
         played.append(dialogue("Ay", append_only, terminated=False))
     trajectories = [copy.deepcopy(t) for t in played for _ in POLICY]
     fresh = [[action] * (len(t) + 1) for t in played for action in POLICY]
-    args = small(gamma=GAMMA, polyak=0.1, truncation_is_terminal=False, critic_lr=1e-3)
+    args = small(gamma=GAMMA, critic_loss=loss, polyak=0.1, truncation_is_terminal=False, critic_lr=1e-3)
     actor, tokenizer = archer.make_actor(args, "tiny", [t.observations[-1] for t in played])
     critic = archer.make_critic(args, kind, actor, tokenizer, append_only, 0.0)
     target = copy.deepcopy(critic).requires_grad_(False)
@@ -74,7 +74,7 @@ def test_E1_E2_reach_the_values_of_dynamic_programming(loss, append_only, kind):
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = args.critic_lr * min(1, 2 * (1 - step / steps))
-        archer.critic_update(critic, target, optimizer, trajectories, fresh, loss, args)
+        archer.critic_update(critic, target, optimizer, trajectories, fresh, args)
 
     truth = dynamic_programming(POLICY if loss == "td" else "xy")
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world):
         for _ in range(20):
             batch = rng.integers(len(pool), size=16)
             part, texts = [pool[i] for i in batch], [said[i] for i in batch]
-            archer.critic_update(critic, target, optimizer, part, texts, "td", args)
+            archer.critic_update(critic, target, optimizer, part, texts, args)
     returns = [archer.mc_returns(t.rewards, args.gamma)[0] for t in played]
     means = [np.mean(returns[task::4]) for task in range(4)]
     with torch.no_grad():
