@@ -20,26 +20,20 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
   E4  A(s,a) - Vtok(s,a_<i): a baseline for each token             Eq. 4       reinforce_loss
   E5  Vtok(s,a_<i) <- A(s,a)                                       Eq. 5       baseline_loss
   E6  V(s)   <- upper expectile of Qbar(s,a) over the data         sec. 3.5    value_loss
-Differs from the paper:
-  D1  A KL penalty to the warm-started actor (--kl 0 is the paper): without it the actor drifts to gibberish, which a
-      young critic over-values and the return, near its floor, does not betray.
-  D2  The critic is a causal decoder that reads a whole dialogue at once and starts from the warm-started actor's
-      weights (--critic roberta-base, or any encoder, is the paper). Section 5.5 finds both kinds equal in result.
-  D3  Advantages are centred on their batch mean (--no-center is the paper). Over a ~ pi it is zero by definition;
-      where the critic's Q and V disagree it is not, and pushes every sampled token up or down alike.
+Differs from the paper (docs/archer.md says more):
+  D1  A KL penalty to the warm-started actor (--kl 0): else it drifts to gibberish, which a young critic over-values.
+  D2  The critic is a causal decoder that starts as the warm-started actor and reads a whole dialogue in one pass
+      (--critic roberta-base, or any encoder). Section 5.5 finds both kinds equal in result.
+  D3  Advantages minus their batch mean (--no-center): zero over a ~ pi, but not where Q and V disagree.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
-  D5  A tiny GPT-2, trained here on the world's demonstrations, stands in for the paper's, with measured learning
-      rates. Table 3's 3e-4 and 6e-4 are 32 times the released configuration's 1e-5 and 2e-5: the authors sum the
-      gradients of 32 micro-batches, and Adam does not care for scale. Start real checkpoints from the released ones.
-  D6  The time limit is an end (--no-truncation-is-terminal bootstraps there). It is a rule of the game and stands in
-      the observation, and a bootstrap past it asks for states that the critic never sees: V was -15.4 at the first
-      turn where the Monte-Carlo return was -11.3.
-  D7  The warm start also learns to foresee the world's reply to an utterance (--no-warm-start-replies leaves it out),
-      read at the end of turn, where the critic reads Q. A critic that starts from these weights knows what a question
-      may reveal: after 400 updates its advantages correlated 0.4 with those by exact counting, without it 0.15.
-  D8  The tiny actor's byte pairs may span words (as in SuperBPE, arXiv:2503.13423), so that a common question is one
-      or two tokens (--no-superwords is GPT-2's way). A turn has 2.3 times fewer tokens, and a warm start of
-      equal time solved 61 % instead of 18 % (one seed).
+  D5  A tiny GPT-2 trained here (--actor gpt2), with measured learning rates: Table 3's are 32 times the released
+      configuration's, as the authors sum the gradients of 32 micro-batches, and Adam does not care for scale.
+  D6  The time limit is an end (--no-truncation-is-terminal): a bootstrap past it asks for states that the critic
+      never sees. V was -15.4 at the first turn where the Monte-Carlo return was -11.3.
+  D7  The warm start learns to foresee replies, too (--no-warm-start-replies), and with them what a question reveals:
+      after 400 updates the critic's advantages correlated 0.4 with those by exact counting, without it 0.15.
+  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423. A turn has 2.3 times fewer
+      tokens, and a warm start of equal time solved 61 % instead of 18 % (one seed).
 From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
 one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
@@ -68,6 +62,8 @@ from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 import envs
+import envs.play
+from envs.twenty_questions import read_dialogues
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -76,7 +72,7 @@ class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
     seed: int = 1  # of everything random in the run
-    iterations: int = 80  # rounds of rollouts, critic updates and actor updates
+    iterations: int = 50  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
@@ -87,14 +83,14 @@ class Args:
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
     critic: str = "tiny"  # tiny (D2), tiny-cls (a small BERT from scratch), or any encoder or decoder, likewise
     width: int = 64  # hidden size of the tiny models
-    layers: int = 2  # of the tiny models
+    layers: int = 3  # of the tiny models
     vocabulary: int = 700  # size of the tiny models' byte-pair vocabulary, trained on the demonstrations
     superwords: bool = True  # byte pairs that span words (D8)
 
     dataset: str = ""  # JSON file of dialogues in the authors' format, instead of the world's own demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 5  # passes over the demonstrations; 0 leaves the actor as it is
-    warm_start_lr: float = 1e-2  # its peak; take about 1e-4 for a real checkpoint
+    warm_start_epochs: int = 7  # passes over the demonstrations; 0 leaves the actor as it is
+    warm_start_lr: float = 8e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_replies: bool = True  # learn to foresee the world's replies, too (D7)
     warm_start_batch: int = 16  # dialogues in an update of the warm start
 
@@ -114,10 +110,10 @@ class Args:
     expectile: float = 0.9  # of E6, for --critic-loss iql
     truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D6)
 
-    actor_lr: float = 5e-4  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
-    actor_updates: int = 1  # updates of the actor in an iteration, each on utterances just sampled
+    actor_lr: float = 7e-4  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
+    actor_updates: int = 4  # updates of the actor in an iteration, each on utterances just sampled
     actor_batch: int = 64  # dialogues in an update of the actor
-    kl: float = 0.1  # weight of the KL divergence from the warm-started actor (D1)
+    kl: float = 0.25  # weight of the KL divergence from the warm-started actor (D1)
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
@@ -171,43 +167,9 @@ class Trajectory:
     terminated: bool  # the world ended it; if not, its time limit did
     answer: str
     action_ids: list[list[int]] = field(default_factory=list)  # as sampled, end of turn included; [] if not ours
-    layouts: dict = field(default_factory=dict, repr=False)  # memory of `lay_out`
 
     def __len__(self) -> int:
         return len(self.actions)
-
-    def replies(self) -> list[str]:
-        """What the world wrote behind each utterance."""
-        turns = zip(self.observations, self.actions, self.observations[1:], strict=False)
-        return [after.removeprefix(before + action) for before, action, after in turns]
-
-
-def read_dataset(path: str, start: str) -> list[Trajectory]:
-    """Dialogues in the authors' format, [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": [...]}, ...].
-
-    `start` is the world's first observation. Stops with number and field of a malformed record.
-    """
-    try:
-        records = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        stop(f"--dataset {path}: {error}; give a JSON file, a list of dialogues")
-    if not isinstance(records, list) or not records:
-        stop(f"--dataset {path}: no dialogues in it; it must be a list of records with lines, correct and word")
-    trajectories = []
-    for n, record in enumerate(records):
-        for key, kind in {"lines": list, "correct": bool, "word": list}.items():
-            if not isinstance(record, dict) or not isinstance(record.get(key), kind) or record[key] == []:
-                stop(f'--dataset {path}: record {n}, field "{key}": must be a {kind.__name__} that is not empty')
-        observations, actions = [start], []
-        for line in record["lines"]:
-            question, mark, reply = str(line).rpartition("? ")
-            if not mark:
-                stop(f'--dataset {path}: record {n}, field "lines": {line!r} is no "question? answer"')
-            actions.append(question + "?")
-            observations.append(f"{observations[-1]}{question}? {reply}\n")
-        rewards = [-1.0] * (len(actions) - 1) + [record["correct"] - 1.0]
-        trajectories.append(Trajectory(observations, actions, rewards, record["correct"], str(record["word"][0])))
-    return trajectories
 
 
 @lru_cache(maxsize=500_000)  # worlds repeat themselves: each piece of text is tokenised once
@@ -216,21 +178,35 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def lay_out(t: Trajectory, tokenizer, append_only: bool) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """The tokens of a dialogue: trunks, and for each of its n + 1 states the trunk and how many tokens of it it sees.
+@lru_cache(maxsize=500_000)
+def turn_ids(tokenizer, action: str, reply: str, sampled: tuple[int, ...]) -> list[int]:
+    """Token ids of a turn. Sampled ones (the last is the end of turn) stay where they spell what the world took."""
+    said = list(sampled[:-1])
+    said = said if tokenizer.decode(said) == action else encode(tokenizer, action)
+    return said + encode(tokenizer, reply)
 
-    Where the history only grows, one trunk holds all states. Sampled tokens that spell what the world took stay.
+
+def lay_out(trajectories: list[Trajectory], tokenizer, append_only: bool):
+    """The tokens of dialogues: trunks, and for each of their S states its trunk and how many tokens of it it sees.
+
+    A dialogue of n turns has n + 1 states. Where the history only grows, one trunk holds all of them.
     """
-    if id(tokenizer) not in t.layouts:
-        trunks = [encode(tokenizer, text) for text in (t.observations[:1] if append_only else t.observations)]
-        states = [(row, len(trunk)) for row, trunk in enumerate(trunks)]
-        for turn, (action, reply) in enumerate(zip(t.actions, t.replies(), strict=True) if append_only else ()):
-            sampled = t.action_ids[turn][:-1] if t.action_ids else []
-            said = sampled if tokenizer.decode(sampled) == action else encode(tokenizer, action)
-            trunks = [trunks[0] + said + encode(tokenizer, reply)]
-            states.append((0, len(trunks[0])))
-        t.layouts[id(tokenizer)] = trunks, states
-    return t.layouts[id(tokenizer)]
+    trunks, states = [], []
+    for t in trajectories:
+        texts = t.observations[:1] if append_only else t.observations
+        states += [(row, len(encode(tokenizer, text))) for row, text in enumerate(texts, len(trunks))]
+        trunks += [encode(tokenizer, text) for text in texts]
+        replies = envs.replies(t.observations, t.actions) if append_only else []
+        for action, reply, sampled in zip(t.actions, replies, t.action_ids or [()] * len(t), strict=False):
+            trunks[-1] = trunks[-1] + turn_ids(tokenizer, action, reply, tuple(sampled))
+            states.append((len(trunks) - 1, len(trunks[-1])))
+    return trunks, states
+
+
+def states_acted(trajectories: list[Trajectory]) -> list[int]:
+    """Which of the trajectories' states in a row are those in which an utterance was made; the next state is one on."""
+    last = np.cumsum([len(t) + 1 for t in trajectories]) - 1
+    return np.delete(np.arange(last[-1] + 1), last).tolist()
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -258,11 +234,10 @@ def mc_returns(rewards: list[float], gamma: float) -> list[float]:
     >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
     [-1.5, -1.0, 0.0]
     """
-    returns, total = [], 0.0
+    returns = [0.0]
     for reward in reversed(rewards):
-        total = reward + gamma * total
-        returns.append(total)
-    return returns[::-1]
+        returns.append(reward + gamma * returns[-1])
+    return returns[:0:-1]
 
 
 def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
@@ -271,10 +246,7 @@ def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
-    """E3: minus the mean over utterances of sum_i log pi(a_i|s,a_<i) * A(s,a), and E4 with a baseline for each token.
-
-    `owner_M` is the utterance that a token belongs to. Neither advantage nor baseline gets a gradient.
-    """
+    """E3: -mean over utterances of sum_i log pi(a_i|s,a_<i) * A(s,a); E4 with a baseline. `owner_M`: a token's own."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()  # E4
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
@@ -302,11 +274,10 @@ def polyak_update(target: nn.Module, source: nn.Module, share: float) -> None:
 def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
     """Many utterances that continue the same dialogues, for one causal forward pass.
 
-    An utterance is (trunk, number of the trunk's tokens before it, its tokens). It forks off there and sees nothing of
-    what follows in the trunk, nor of other utterances. Where it begins as the trunk goes on, it shares its tokens.
-
-    Returns ids [B, T], positions [B, T], visible [B, T, T] (query, key) and for each utterance the columns from which
-    its tokens are predicted and, last, the column that has seen all of it.
+    An utterance is (trunk, number of the trunk's tokens before it, its tokens). It forks off there and sees neither the
+    rest of the trunk nor other utterances; what it begins with as the trunk goes on, it shares. Returns ids [B, T],
+    positions [B, T], visible [B, T, T] (query, key) and each utterance's columns: those that predict its tokens, and
+    last the one that has seen all of it.
     """
     # Of every token: id, position, how many tokens of the trunk it sees, and whose it is (0 the trunk, -1 padding).
     rows = [[(token, i, i + 1, 0) for i, token in enumerate(trunk)] for trunk in trunks]
@@ -324,42 +295,30 @@ def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
     return ids, position, visible, columns
 
 
-def attention_bias(visible: torch.Tensor, model) -> torch.Tensor:
-    """What a query may see [B, Q, K], as the additive mask [B, 1, Q, K] that every attention of transformers takes."""
-    blocked = torch.finfo(model.dtype).min  # not -inf: the softmax of a row of padding must stay finite
-    return torch.zeros(visible.shape, dtype=model.dtype).masked_fill(~visible, blocked)[:, None].to(model.device)
-
-
 def forward(body, ids, position, visible, cache=None, use_cache: bool = False):
-    """One pass of a decoder with explicit positions and visibility: last hidden states [B, Q, H], and the cache."""
+    """One pass of a decoder; a token sees `visible` [B, Q, K]. Returns last hidden states [B, Q, H] and the cache."""
     tokens, limit = int(position.max()) + 1, getattr(body.config, "max_position_embeddings", sys.maxsize)
     if tokens > limit:
         stop(f"a dialogue has {tokens} tokens, {body.config.model_type} reads {limit}; take one with a longer context")
-    inputs = {"input_ids": ids.to(body.device), "position_ids": position.to(body.device)}
-    bias = attention_bias(visible, body)
-    output = body(**inputs, attention_mask=bias, past_key_values=cache, use_cache=use_cache)
+    blocked = torch.finfo(body.dtype).min  # not -inf: the softmax of a row of padding must stay finite
+    bias = torch.zeros(visible.shape, dtype=body.dtype).masked_fill(~visible, blocked)[:, None]
+    inputs = {"input_ids": ids, "position_ids": position, "attention_mask": bias}
+    inputs = {name: tensor.to(body.device) for name, tensor in inputs.items()}
+    output = body(**inputs, past_key_values=cache, use_cache=use_cache)
     return output.last_hidden_state, output.past_key_values
 
 
-def read(body, trunks, utterances):
-    """Last hidden states [B, T, H] of the packed tokens and the utterances' columns, as `pack` gives them."""
-    ids, position, visible, columns = pack(trunks, utterances)
-    return forward(body, ids, position, visible)[0], columns
-
-
 def score(actor, trunks, utterances, temperature: float):
-    """Logits [M, V] from which each token of the utterances is drawn, last hidden states [M, H], owners [M]."""
+    """Of all tokens of the utterances: logits [M, V] they are drawn from, ids, last hidden states [M, H], owners."""
     # The last token of an utterance, its end of turn, is predicted but never read: it need not be fed.
-    hidden_BTH, columns = read(actor.base_model, trunks, [(row, start, ids[:-1]) for row, start, ids in utterances])
-    owner_M = torch.tensor([n for n, (_, _, ids) in enumerate(utterances) for _ in ids], device=actor.device)
-    row_M = [row for row, _, ids in utterances for _ in ids]
-    hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
-    return actor.get_output_embeddings()(hidden_MH).float() / temperature, hidden_MH, owner_M
-
-
-def token_ids(utterances, actor) -> torch.Tensor:
-    """The tokens [M] of all utterances in a row."""
-    return torch.tensor([token for _, _, ids in utterances for token in ids], device=actor.device)
+    *packed, columns = pack(trunks, [(row, start, ids[:-1]) for row, start, ids in utterances])
+    hidden_BTH, _ = forward(actor.base_model, *packed)
+    tokens = []
+    for n, ((row, _, ids), own) in enumerate(zip(utterances, columns, strict=True)):
+        tokens += [(n, row, column, token) for column, token in zip(own, ids, strict=True)]
+    owner_M, row_M, column_M, token_M = torch.tensor(tokens, device=actor.device).unbind(-1)
+    hidden_MH = hidden_BTH[row_M, column_M]
+    return actor.get_output_embeddings()(hidden_MH).float() / temperature, token_M, hidden_MH, owner_M
 
 
 class Critic(nn.Module):
@@ -383,13 +342,14 @@ class Critic(nn.Module):
             v_SH = self.cls([observation for t in trajectories for observation in t.observations])
             q_NH = torch.cat([v_SH[at], self.cls(utterances)], -1)
         else:
-            trunks, states = join(trajectories, self.tokenizer, self.append_only)
+            trunks, states = lay_out(trajectories, self.tokenizer, self.append_only)
             end = encode(self.tokenizer, "\n")
             forks = [(*states[s], encode(self.tokenizer, text) + end) for s, text in zip(at, utterances, strict=True)]
-            hidden_BTH, columns = read(self.body, trunks, forks)
+            *packed, columns = pack(trunks, forks)
+            hidden_BTH, _ = forward(self.body, *packed)
             row_S, length_S = torch.tensor(states).T
             v_SH = hidden_BTH[row_S, length_S - 1]
-            q_NH = hidden_BTH[[row for row, _, _ in forks], [row[-1] for row in columns]]
+            q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]]
         v_S2 = torch.cat([head(v_SH.float()) for head in self.v_heads], -1)
         q_N2 = torch.cat([head(q_NH.float()) for head in self.q_heads], -1)
         return v_S2, q_N2
@@ -408,27 +368,16 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
 
 
-def join(trajectories: list[Trajectory], tokenizer, append_only: bool):
-    """The layouts of several dialogues in a row: trunks, and (trunk, length) of each of their S states."""
-    trunks, states = [], []
-    for t in trajectories:
-        own, ends = lay_out(t, tokenizer, append_only)
-        states += [(len(trunks) + row, length) for row, length in ends]
-        trunks += own
-    return trunks, states
-
-
 def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
-    """A byte-pair vocabulary trained on the demonstrations."""
+    """A byte-pair vocabulary trained on the demonstrations, with all bytes in it: any text can be written."""
     tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
-    # D8: merges stay within what this finds, a whole question or a whole answer.
-    pieces = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes] if superwords else [as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # any text can be written
-    options = {"special_tokens": [special], "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, **options))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
+    if superwords:  # D8: merges stay within what this finds, a whole question or a whole answer
+        pieces = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, tokenizer.pre_tokenizer])
+    options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special, pad_token=special)
 
 
@@ -444,9 +393,9 @@ def make_actor(args: Args, source: str, texts: list[str]):
     """The actor and its tokenizer; `source` is tiny, a name or a folder, `texts` train the tiny one's vocabulary."""
     if source == "tiny":  # D5
         tokenizer = make_tokenizer(texts, args.vocabulary, args.superwords)
-        sizes = {"n_embd": args.width, "n_layer": args.layers, "n_head": max(1, args.width // 32), "n_positions": 1024}
         config = transformers.GPT2Config(
-            vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, **sizes,
+            vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, n_positions=1024,
+            n_embd=args.width, n_layer=args.layers, n_head=max(1, args.width // 32),
             activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel: a quarter of the time of a step
             initializer_range=0.1,  # GPT-2's 0.02 is for 768 wide; smaller learns slower, see LOG.md
         )  # fmt: skip
@@ -465,9 +414,11 @@ def make_critic(args: Args, source: str, actor, tokenizer, append_only: bool, va
         tokenizer, cls = copy.deepcopy(tokenizer), (tokenizer.eos_token, tokenizer.eos_token_id)
         with_cls = processors.TemplateProcessing(f"{cls[0]} $A", special_tokens=[cls])
         tokenizer.backend_tokenizer.post_processor = with_cls
-        sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.width}
-        sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": max(1, args.width // 32)}
-        body = transformers.AutoModel.from_config(transformers.BertConfig(**sizes))
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=4 * args.width,
+            num_hidden_layers=args.layers, num_attention_heads=max(1, args.width // 32),
+        )  # fmt: skip
+        body = transformers.AutoModel.from_config(config)
     else:
         tokenizer = load(transformers.AutoTokenizer, source, "--critic")
         body = load(transformers.AutoModel, source, "--critic")
@@ -477,43 +428,39 @@ def make_critic(args: Args, source: str, actor, tokenizer, append_only: bool, va
 
 
 # ---------------------------------------------------------- 5. rollouts
+def spoken(tokenizer, ids: list[int]) -> str:
+    """The text of an utterance as a world takes it: up to the first newline, without blanks at its ends."""
+    return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
+
+
+@lru_cache(maxsize=8)
 def turn_enders(tokenizer, size: int) -> torch.Tensor:
     """Which tokens [V] end a turn: all whose text holds a newline, and the end of text."""
     return torch.tensor([token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token]) for token in range(size)])
 
 
-def feed(actor, cache, visible_BT, length_B, pieces: list[list[int]]):
-    """Lets each dialogue read its piece of text, behind what the key-value cache holds (None: nothing yet).
-
-    Pieces are padded on the left, so that the last column is the last token of all. Returns hidden states [B, K, H]
-    of the K columns, the cache, which of its columns a dialogue sees [B, T + K] and how long the dialogue is now [B].
-    """
-    B, K = len(pieces), max(map(len, pieces))
-    if cache is None:
-        visible_BT, length_B = torch.zeros(B, 0, dtype=torch.bool), torch.zeros(B, dtype=torch.long)
-    ids = torch.tensor([[0] * (K - len(piece)) + piece for piece in pieces])
-    real_BK = torch.arange(K) >= K - torch.tensor([[len(piece)] for piece in pieces])
-    position = (length_B[:, None] + real_BK.cumsum(1) - 1).clamp(min=0)
-    visible_BKK = real_BK[:, None] & torch.ones(K, K, dtype=torch.bool).tril()
-    visible = torch.cat([visible_BT[:, None].expand(-1, K, -1), visible_BKK], -1)
-    hidden, cache = forward(actor.base_model, ids, position, visible, cache, use_cache=True)
-    return hidden, cache, torch.cat([visible_BT, real_BK], 1), length_B + real_BK.sum(1)
-
-
 @torch.no_grad()
-def sample(actor, cache, hidden_BNH, visible_BNT, start_BN, enders, args: Args, generator, greedy=False):
-    """Writes N utterances behind each of B cached trunks, a token of all of them at a time.
+def sample(actor, tokenizer, trunks, states, args: Args, generator, greedy=False):
+    """An utterance for each of S states, (trunk, tokens of it that are seen), in the order of their trunks.
 
-    `hidden_BNH` is the state before each utterance, `visible_BNT` what it sees of the cache and `start_BN` its first
-    position. Returns tokens [B, N, L], log-probs, which of them count, and which the cache has read [B, N, L - 1].
+    The N states of a trunk share one prefill of it, and all write a token at a time. Returns the utterances as token
+    ids and their log-probs [S].
     """
-    B, N, _ = hidden_BNH.shape
-    open_BN = torch.ones(B, N, dtype=torch.bool)
-    tokens, logps, counts, reads = [], [], [], [torch.zeros(B, N, 0, dtype=torch.bool)]
+    ids, position, visible_BTT, _ = pack(trunks, [])
+    hidden_BTH, cache = forward(actor.base_model, ids, position, visible_BTT, use_cache=True)
+    row_S, length_S = torch.tensor(states).T.contiguous()
+    slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
+    B, N, T = len(trunks), int(slot_S.max()) + 1, ids.shape[1]
+    start_BN = torch.ones(B, N, dtype=torch.long)
+    start_BN[row_S, slot_S] = length_S
+    hidden_BNH = hidden_BTH[torch.arange(B)[:, None], start_BN - 1]
+    visible_BNT = torch.arange(T) < start_BN[..., None]
+    itself_BNN = torch.eye(N, dtype=torch.bool).expand(B, N, N)
+    open_BN = torch.zeros(B, N, dtype=torch.bool).index_put((row_S, slot_S), torch.tensor(True))
+    enders, tokens, logps, counts = turn_enders(tokenizer, len(actor.get_output_embeddings().weight)), [], [], []
     for step in range(args.max_action_tokens):
         if step > 0:
-            reads.append(open_BN[..., None])
-            visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
+            visible_BNT = torch.cat([visible_BNT, itself_BNN], -1)
             hidden_BNH, cache = forward(actor.base_model, tokens[-1], start_BN + step - 1, visible_BNT, cache, True)
         logp_BNV = (actor.get_output_embeddings()(hidden_BNH).float() / args.temperature).log_softmax(-1)
         if greedy:
@@ -527,80 +474,43 @@ def sample(actor, cache, hidden_BNH, visible_BNT, start_BN, enders, args: Args, 
         open_BN = open_BN & ~enders[tokens[-1]]
         if not open_BN.any():
             break
-    return torch.stack(tokens, -1), torch.stack(logps, -1), torch.stack(counts, -1), torch.cat(reads, -1)
+    tokens_SL, logp_SL, counts_SL = (torch.stack(x, -1)[row_S, slot_S] for x in (tokens, logps, counts))
+    utterances = [row[count].tolist() for row, count in zip(tokens_SL, counts_SL, strict=True)]
+    return utterances, (logp_SL * counts_SL).sum(-1)
 
 
-@torch.no_grad()
-def rollout(actor, tokenizer, enders, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; the cache is kept across turns where the history only grows.
-
-    Returns the trajectories and -log pi of every utterance, as sampled.
-    """
+def rollout(actor, tokenizer, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
+    """Plays all worlds to their end, in lockstep. Returns the trajectories and -log pi of every utterance."""
     observations, infos = worlds.reset(seeds=seeds, indices=indices)
-    append_only = worlds.envs[0].append_only
     played = [Trajectory([text], [], [], False, info["answer"]) for text, info in zip(observations, infos, strict=True)]
-    unread = [encode(tokenizer, text) for text in observations]
-    alive, cache, visible, length, nll = list(range(len(played))), None, None, None, []
+    alive, nll, append_only = list(range(len(played))), [], worlds.envs[0].append_only
     while alive:
-        hidden, cache, visible, length = feed(actor, cache, visible, length, [unread[i] for i in alive])
-        before = hidden[:, -1:], visible[:, None], length[:, None]
-        tokens, logp, counts, cached = sample(actor, cache, *before, enders, args, generator, greedy)
-        nll += (-logp * counts).sum((1, 2)).tolist()
-        ids = {i: tokens[b, 0, counts[b, 0]].tolist() for b, i in enumerate(alive)}
+        trunks = [lay_out([played[i]], tokenizer, append_only)[0][-1] for i in alive]
+        states = [(row, len(trunk)) for row, trunk in enumerate(trunks)]
+        written, logp_S = sample(actor, tokenizer, trunks, states, args, generator, greedy)
+        nll += (-logp_S).tolist()
+        ids = dict(zip(alive, written, strict=True))
         actions = [spoken(tokenizer, ids[i]) if i in ids else None for i in range(len(played))]
         observations, rewards, terminated, truncated, infos = worlds.step(actions)
-        for b, i in enumerate(alive):
+        for i in alive:
             t = played[i]
             t.observations.append(observations[i])
             t.actions.append(infos[i]["action"])
             t.action_ids.append(ids[i])
             t.rewards.append(rewards[i])
             t.terminated = terminated[i]
-            reply = encode(tokenizer, t.replies()[-1])
-            if not append_only:
-                unread[i] = encode(tokenizer, observations[i])
-            elif tokenizer.decode(ids[i][:-1]) == t.actions[-1]:
-                unread[i], length[b] = reply, length[b] + len(ids[i]) - 1
-            else:  # the world took something else than what was written: read that instead
-                unread[i], cached[b] = encode(tokenizer, t.actions[-1]) + reply, False
-        visible = torch.cat([visible, cached[:, 0]], 1)
-        keep = [b for b, i in enumerate(alive) if not (terminated[i] or truncated[i])]
-        if not append_only:
-            cache = None
-        elif 0 < len(keep) < len(alive):  # finished dialogues leave the batch
-            cache.batch_select_indices(torch.tensor(keep, device=actor.device))
-            visible, length = visible[keep], length[keep]
-        alive = [alive[b] for b in keep]
+        alive = [i for i in alive if not (terminated[i] or truncated[i])]
     return played, nll
 
 
-@torch.no_grad()
-def fresh_utterances(actor, tokenizer, enders, trajectories, append_only, args: Args, generator, chunk=32):
-    """One new utterance of the current actor in every state of every trajectory, as token ids.
-
-    All states of a trunk share one prefill of it.
-    """
+def fresh_utterances(actor, tokenizer, trajectories, append_only, args: Args, generator, chunk=32):
+    """One new utterance of the current actor in every state of every trajectory, as token ids."""
     fresh = []
     for first in range(0, len(trajectories), chunk):
         part = trajectories[first : first + chunk]
-        trunks, states = join(part, tokenizer, append_only)
-        row_S, length_S = torch.tensor(states).T.contiguous()
-        slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
-        start_BN = torch.ones(len(trunks), int(slot_S.max()) + 1, dtype=torch.long)
-        start_BN[row_S, slot_S] = length_S
-        hidden, cache, visible, length_B = feed(actor, None, None, None, trunks)
-        column_BN = visible.shape[1] - length_B[:, None] + start_BN  # feed pads on the left
-        hidden = hidden[torch.arange(len(trunks))[:, None], column_BN - 1]
-        visible = visible[:, None] & (torch.arange(visible.shape[1]) < column_BN[..., None])
-        tokens, _, counts, _ = sample(actor, cache, hidden, visible, start_BN, enders, args, generator)
-        written = iter([tokens[at][counts[at]].tolist() for at in zip(row_S, slot_S, strict=True)])
+        written = iter(sample(actor, tokenizer, *lay_out(part, tokenizer, append_only), args, generator)[0])
         fresh += [[next(written) for _ in t.observations] for t in part]
     return fresh
-
-
-def spoken(tokenizer, ids: list[int]) -> str:
-    """The text of an utterance as a world takes it: up to the first newline, without blanks at its ends."""
-    return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
 # ---------------------------------------------------------- 6. updates
@@ -624,25 +534,16 @@ def warm_start(actor, tokenizer, demonstrations: list[Trajectory], append_only: 
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
         part, end = [demonstrations[i] for i in batch], encode(tokenizer, "\n")
-        trunks, states = join(part, tokenizer, append_only)
         said = [encode(tokenizer, action) + end for t in part for action in t.actions]
         if args.warm_start_replies:  # D7
-            replies = [encode(tokenizer, reply) for t in part for reply in t.replies()]
+            replies = [encode(tokenizer, reply) for t in part for reply in envs.replies(t.observations, t.actions)]
             said = [ids + reply for ids, reply in zip(said, replies, strict=True)]
+        trunks, states = lay_out(part, tokenizer, append_only)
         utterances = [(*states[s], ids) for s, ids in zip(states_acted(part), said, strict=True)]
-        logits_MV, _, _ = score(actor, trunks, utterances, temperature=1.0)
-        loss = nn.functional.cross_entropy(logits_MV, token_ids(utterances, actor))
+        logits_MV, token_M, _, _ = score(actor, trunks, utterances, temperature=1.0)
+        loss = nn.functional.cross_entropy(logits_MV, token_M)
         descend(loss, optimizer, actor, 1.0, "warm start")
         bar.set_postfix(nll=f"{loss.item():.2f}", refresh=False)
-
-
-def states_acted(trajectories: list[Trajectory]) -> list[int]:
-    """Which of the trajectories' states in a row are those in which an utterance was made; the next state is one on."""
-    acted, first = [], 0
-    for t in trajectories:
-        acted += range(first, first + len(t))
-        first += len(t) + 1
-    return acted
 
 
 def critic_update(critic, target, optimizer, trajectories, fresh, args: Args) -> dict[str, float]:
@@ -652,22 +553,21 @@ def critic_update(critic, target, optimizer, trajectories, fresh, args: Args) ->
     td reads it.
     """
     acted, taken = states_acted(trajectories), [action for t in trajectories for action in t.actions]
-    last_states = np.cumsum([len(t) + 1 for t in trajectories]) - 1
-    over = [t.terminated or args.truncation_is_terminal for t in trajectories]  # D6
-    ended = {int(s) for s, is_end in zip(last_states, over, strict=True) if is_end}
-    terminated_N = torch.tensor([float(s + 1 in ended) for s in acted], device=critic.body.device)
-    reward_N = terminated_N.new_tensor([reward for t in trajectories for reward in t.rewards])
-    return_N = terminated_N.new_tensor([g for t in trajectories for g in mc_returns(t.rewards, args.gamma)])
-    at, texts = acted, taken
-    if args.critic_loss == "td":  # the current actor's utterances, in every state that is no end
-        at = [s for s in range(last_states[-1] + 1) if s not in ended]
+    ends = [[False] * len(t) + [t.terminated or args.truncation_is_terminal] for t in trajectories]  # D6
+    is_end_S = torch.tensor([end for row in ends for end in row], device=critic.body.device)
+    next_N = [s + 1 for s in acted]
+    reward_N = torch.tensor([reward for t in trajectories for reward in t.rewards], device=is_end_S.device)
+    return_N = reward_N.new_tensor([g for t in trajectories for g in mc_returns(t.rewards, args.gamma)])
+    at, said = acted, taken  # where V learns, and from the Q of which utterances
+    if args.critic_loss == "td":  # the current actor's, in every state that is no end
+        at = (~is_end_S).nonzero()[:, 0].tolist()
         texts = [text for row in fresh for text in row]
-        texts = [texts[s] for s in at]
+        said = [texts[s] for s in at]
 
     v_S2, q_N2 = critic(trajectories, acted, taken)
     with torch.no_grad():
-        target_v_S2, target_q_N2 = target(trajectories, at, texts)
-        q_target_N2 = td_target(reward_N, target_v_S2[[s + 1 for s in acted]], terminated_N, args.gamma)
+        target_v_S2, target_q_N2 = target(trajectories, at, said)
+        q_target_N2 = td_target(reward_N, target_v_S2[next_N], is_end_S[next_N].float(), args.gamma)
         if args.critic_loss == "mc":
             q_target_N2 = target_q_N2 = return_N[:, None].expand(-1, 2)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
@@ -677,15 +577,18 @@ def critic_update(critic, target, optimizer, trajectories, fresh, args: Args) ->
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     first_turns = np.cumsum([0] + [len(t) for t in trajectories[:-1]])
-    metrics = {"critic/q_loss": q_loss.detach(), "critic/v_loss": v_loss.detach(), "critic/grad_norm": norm}
-    metrics["critic/explained_variance"] = 1 - error_N.var() / return_N.var().clamp(min=1e-8)
-    metrics["critic/bias"] = error_N[first_turns].mean()
-    return {tag: float(figure) for tag, figure in metrics.items()}
+    return {
+        "critic/q_loss": q_loss.item(),
+        "critic/v_loss": v_loss.item(),
+        "critic/grad_norm": norm,
+        "critic/explained_variance": 1 - (error_N.var() / return_N.var().clamp(min=1e-8)).item(),
+        "critic/bias": error_N[first_turns].mean().item(),
+    }
 
 
 def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, trajectories, fresh, append_only, args):
     """One step on E3 with utterances just sampled in replayed states, `fresh`, as token ids."""
-    acted, (trunks, states) = states_acted(trajectories), join(trajectories, tokenizer, append_only)
+    acted, (trunks, states) = states_acted(trajectories), lay_out(trajectories, tokenizer, append_only)
     sampled = [ids for row in fresh for ids in row[:-1]]  # none of what could be said after the end
     utterances = [(*states[s], ids) for s, ids in zip(acted, sampled, strict=True)]
     with torch.no_grad():
@@ -694,51 +597,34 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, tra
         advantage_N = raw_N - raw_N.mean() if args.center else raw_N  # D3
         start_logp_MV = score(start_actor, trunks, utterances, args.temperature)[0].log_softmax(-1)
 
-    logits_MV, hidden_MH, owner_M = score(actor, trunks, utterances, args.temperature)
+    logits_MV, token_M, hidden_MH, owner_M = score(actor, trunks, utterances, args.temperature)
     logp_MV = logits_MV.log_softmax(-1)
-    logp_M = logp_MV.gather(-1, token_ids(utterances, actor)[:, None])[:, 0]
+    logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     baseline_M = baseline(hidden_MH.detach().float())[:, 0] if args.baseline else torch.zeros_like(logp_M)
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
     kl = kl_divergence(logp_MV, start_logp_MV).sum() / len(sampled)
+    entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(sampled)
     loss = policy_loss + args.kl * kl  # D1
-    metrics = {"actor/loss": policy_loss.detach(), "actor/kl": kl.detach()}
-    metrics["actor/entropy"] = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(sampled)
-    metrics |= {"actor/advantage_mean": raw_N.mean(), "actor/advantage_std": raw_N.std()}
+    metrics = {"actor/loss": policy_loss.item(), "actor/kl": kl.item(), "actor/entropy": entropy.item()}
+    metrics |= {"actor/advantage_mean": raw_N.mean().item(), "actor/advantage_std": raw_N.std().item()}
     if args.baseline:
         token_loss = baseline_loss(baseline_M, advantage_N, owner_M)
-        loss, metrics["actor/baseline_loss"] = loss + token_loss, token_loss.detach()
+        loss, metrics["actor/baseline_loss"] = loss + token_loss, token_loss.item()
     metrics["actor/grad_norm"] = descend(loss, optimizer, actor, args.max_grad_norm, "actor")
-    return {tag: float(figure) for tag, figure in metrics.items()}
-
-
-# ---------------------------------------------------------- 7. evaluation
-def summarise(played: list[Trajectory]) -> dict[str, float]:
-    """Mean undiscounted return, success, length, truncation and share of invalid utterances."""
-    ends = [t.terminated for t in played]
-    invalid = ["invalid" in reply.lower() for t in played for reply in t.replies()]
-    figures = {"return": [sum(t.rewards) for t in played], "success": ends, "truncated": np.logical_not(ends)}
-    figures |= {"length": [len(t) for t in played], "invalid": invalid}
-    return {key: float(np.mean(values)) for key, values in figures.items()}
-
-
-def evaluate(actor, tokenizer, enders, args: Args) -> dict[str, float]:
-    """Every task of the world, sampled and greedy, always from the same seed: evaluations compare."""
-    tasks, metrics = envs.make(args.env).num_tasks, {}
-    for suffix, passes in {"": max(1, round(args.eval_episodes / tasks)), "_greedy": 1}.items():
-        indices = list(range(tasks)) * passes
-        worlds, generator = make_worlds(args, len(indices)), torch.Generator(args.device).manual_seed(0)
-        seeds, greedy = list(range(len(indices))), suffix == "_greedy"
-        played, _ = rollout(actor, tokenizer, enders, worlds, args, generator, seeds, indices, greedy)
-        metrics |= {f"eval/{key}{suffix}": summarise(played)[key] for key in ("return", "success")}
     return metrics
 
 
-def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
-    """n worlds in lockstep."""
-    try:
-        return envs.VecTextEnv(args.env, n, **({"oracle": args.oracle} if args.oracle else {}))
-    except (ValueError, envs.Unavailable) as error:
-        stop(f"--env {args.env}: {error}")
+# ---------------------------------------------------------- 7. evaluation
+def evaluate(actor, tokenizer, args: Args) -> dict[str, float]:
+    """Every task of the world, sampled and greedy, always from the same seed: evaluations compare."""
+    tasks, metrics = list(range(envs.make(args.env).num_tasks)), {}
+    for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
+        indices, generator = tasks * passes, torch.Generator(args.device).manual_seed(0)
+        worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))
+        played, _ = rollout(actor, tokenizer, worlds, args, generator, seeds, indices, suffix == "_greedy")
+        figures = envs.summarise([vars(t) for t in played])
+        metrics |= {f"eval/{key}{suffix}": figures[key] for key in ("return", "success")}
+    return metrics
 
 
 # ---------------------------------------------------------- 8. save and resume
@@ -766,10 +652,11 @@ def save(run: Path, state: dict, actor, tokenizer, critic: Critic, buffer: list[
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    for name, model, its_tokenizer in (("actor", actor, tokenizer), ("critic", critic.body, critic.tokenizer)):
-        model.save_pretrained(temporary / name)
-        its_tokenizer.save_pretrained(temporary / name)
-    write(temporary / "replay.jsonl", [{k: v for k, v in vars(t).items() if k != "layouts"} for t in buffer])
+    for part in (actor, tokenizer):
+        part.save_pretrained(temporary / "actor")
+    for part in (critic.body, critic.tokenizer):
+        part.save_pretrained(temporary / "critic")
+    write(temporary / "replay.jsonl", [vars(t) for t in buffer])
     torch.save(state, temporary / "state.pt")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
     for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
@@ -803,8 +690,7 @@ def main(args: Args) -> dict[str, float]:
     # --- the actor of a checkpoint, or a new one
     checkpoint = newest_checkpoint(args.resume, "--resume") if args.resume else None
     if checkpoint:
-        run = Path(args.resume)
-        state = torch.load(checkpoint / "state.pt", map_location=args.device, weights_only=True)
+        run, state = Path(args.resume), torch.load(checkpoint / "state.pt", args.device, weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         actor, tokenizer = make_actor(args, str(checkpoint / "actor"), [])
         lines = (checkpoint / "replay.jsonl").read_text(encoding="utf-8").splitlines()
@@ -812,40 +698,23 @@ def main(args: Args) -> dict[str, float]:
     else:
         if args.critic not in ("tiny", "tiny-cls"):  # it is made after the warm start: better to know now
             load(transformers.AutoConfig, args.critic, "--critic")
-        if args.dataset:
-            demonstrations = read_dataset(args.dataset, worlds.envs[0].reset(seed=args.seed)[0])
-        else:
-            made = worlds.envs[0].demonstrations(args.demonstrations, args.seed)
-            keys = ("observations", "actions", "rewards", "terminated", "answer")
-            demonstrations = [Trajectory(**{key: dialogue[key] for key in keys}) for dialogue in made]
-        if not demonstrations:
-            stop("--demonstrations 0: the tiny actor's vocabulary is trained on them; give at least one")
+        demonstrations = read_demonstrations(args, worlds.envs[0])
         actor, tokenizer = make_actor(args, args.actor, [t.observations[-1] for t in demonstrations[:3000]])
         warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
-    vocabulary, width = actor.get_output_embeddings().weight.shape
-    enders = turn_enders(tokenizer, vocabulary)
-
-    # --- Ctrl-C ends the iteration that it interrupts, so that all checkpoints lie between iterations
-    interrupted = False
-
-    def interrupt(*_):
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one aborts
-
-    signal.signal(signal.SIGINT, interrupt)
-
-    # --- all that learns; a checkpoint overwrites where it starts
-    if not checkpoint:
-        evaluation = evaluate(actor, tokenizer, enders, args)
-        seeds = rng.integers(2**31, size=args.rollouts).tolist()
-        buffer, _ = rollout(actor, tokenizer, enders, worlds, args, generator, seeds)
+        evaluation = evaluate(actor, tokenizer, args)
+        buffer, _ = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0, "evaluation": evaluation}
         state["warm_start_return"] = evaluation["eval/return"]
+        run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        while run.exists():  # a twin of this very second
+            run = run.with_name(run.name + "b")
+
+    # --- all that learns; a checkpoint overwrites where it starts
     value = float(np.mean([mc_returns(t.rewards, args.gamma)[0] for t in buffer]))  # D4
     source = str(checkpoint / "critic") if checkpoint else args.critic
     critic = make_critic(args, source, actor, tokenizer, append_only, value)
     target, start_actor = copy.deepcopy(critic).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
+    width = actor.get_output_embeddings().weight.shape[1]
     baseline = mlp(width, width, 0.0).to(args.device)
     parameters = [*actor.parameters(), *baseline.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.actor_lr, weight_decay=0.0)
@@ -870,14 +739,19 @@ def main(args: Args) -> dict[str, float]:
         keep_until(run / "metrics.jsonl", state["iteration"])
         keep_until(run / "rollouts.jsonl", state["iteration"])
     else:
-        run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        while run.exists():  # a twin of this very second
-            run = run.with_name(run.name + "b")
-        run.mkdir(parents=True)
-    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    if not checkpoint:
         checkpoint_now()
+    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
+
+    # --- Ctrl-C ends the iteration that it interrupts, so that all checkpoints lie between iterations
+    interrupted = False
+
+    def interrupt(*_):
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one aborts
+
+    signal.signal(signal.SIGINT, interrupt)
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
@@ -885,8 +759,7 @@ def main(args: Args) -> dict[str, float]:
     while state["iteration"] < args.iterations and not interrupted:
         began = time.time()
         # 1. dialogues of the current actor
-        seeds = rng.integers(2**31, size=args.rollouts).tolist()
-        played, nll = rollout(actor, tokenizer, enders, worlds, args, generator, seeds)
+        played, nll = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         buffer += played
         while sum(map(len, buffer)) > args.buffer_size and len(buffer) > 1:
             buffer.pop(0)
@@ -894,31 +767,32 @@ def main(args: Args) -> dict[str, float]:
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
         pool = [buffer[i] for i in rng.integers(len(buffer), size=args.critic_pool)]
         asked = pool if args.critic_loss == "td" else []  # the other losses know no utterances but those in the data
-        fresh = fresh_utterances(actor, tokenizer, enders, asked, append_only, args, generator)
+        fresh = fresh_utterances(actor, tokenizer, asked, append_only, args, generator)
         texts = [[spoken(tokenizer, ids) for ids in row] for row in fresh] or [[]] * len(pool)
         critic_rows, actor_rows = [], []
         for _ in range(args.critic_updates):
             batch = rng.integers(len(pool), size=args.critic_batch)
-            of_batch = [pool[i] for i in batch], [texts[i] for i in batch]
-            critic_rows.append(critic_update(critic, target, critic_optimizer, *of_batch, args))
+            part, said = [pool[i] for i in batch], [texts[i] for i in batch]
+            critic_rows.append(critic_update(critic, target, critic_optimizer, part, said, args))
         state["critic_updates"] += args.critic_updates
 
         # 3. the actor, on utterances of its own
         for _ in range(args.actor_updates if state["critic_updates"] > args.critic_warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
-            fresh = fresh_utterances(actor, tokenizer, enders, batch, append_only, args, generator)
+            fresh = fresh_utterances(actor, tokenizer, batch, append_only, args, generator)
             learners = actor, start_actor, critic, baseline, optimizer
             actor_rows.append(actor_update(*learners, tokenizer, batch, fresh, append_only, args))
 
         # 4. the books
         state["iteration"] += 1
         state["episodes"] += len(played)
-        metrics = {"rollout/nll": float(np.mean(nll))}
-        metrics |= {f"rollout/{key}": figure for key, figure in summarise(played).items()}
+        is_last = state["iteration"] == args.iterations
+        metrics = {f"rollout/{key}": figure for key, figure in envs.summarise([vars(t) for t in played]).items()}
+        metrics["rollout/nll"] = float(np.mean(nll))
         for rows in filter(None, (critic_rows, actor_rows)):
             metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
-        if state["iteration"] % args.eval_every == 0 or state["iteration"] == args.iterations:
-            state["evaluation"] = evaluate(actor, tokenizer, enders, args)
+        if state["iteration"] % args.eval_every == 0 or is_last:
+            state["evaluation"] = evaluate(actor, tokenizer, args)
             metrics |= state["evaluation"]
         metrics["time/utterances_per_second"] = sum(map(len, played)) / (time.time() - began)
         for tag, figure in metrics.items():
@@ -927,7 +801,7 @@ def main(args: Args) -> dict[str, float]:
         append(run / "rollouts.jsonl", dialogues(critic, played[:4], state["iteration"]))
         bar.update()
         tqdm.write(progress(state["iteration"], metrics))
-        if state["iteration"] % args.save_every == 0 or state["iteration"] == args.iterations or interrupted:
+        if state["iteration"] % args.save_every == 0 or is_last or interrupted:
             checkpoint_now()
     bar.close()
     writer.close()
@@ -936,8 +810,7 @@ def main(args: Args) -> dict[str, float]:
         print(f"stopped; go on with: python archer.py --resume {run}")
 
     summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
-    summary = {"warm_start_return": state["warm_start_return"]} | summary | {"episodes": state["episodes"]}
-    summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
+    summary |= {key: state[key] for key in ("warm_start_return", "episodes", "seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     summary |= {"seed": args.seed, "commit": commit()}
     write(run / "summary.json", [summary], indent=2)
@@ -945,13 +818,32 @@ def main(args: Args) -> dict[str, float]:
     return summary
 
 
+def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
+    """n worlds in lockstep."""
+    try:
+        return envs.VecTextEnv(args.env, n, **({"oracle": args.oracle} if args.oracle else {}))
+    except (ValueError, envs.Unavailable) as error:
+        stop(f"--env {args.env}: {error}")
+
+
+def read_demonstrations(args: Args, world) -> list[Trajectory]:
+    """What the actor is warmed up on: dialogues of a file, or of the world's scripted player."""
+    try:
+        made = read_dialogues(args.dataset) if args.dataset else world.demonstrations(args.demonstrations, args.seed)
+    except ValueError as error:
+        stop(f"--dataset {error}")
+    if not made:
+        stop("--demonstrations 0: the tiny actor's vocabulary is trained on them; give at least one")
+    keys = ("observations", "actions", "rewards", "terminated", "answer")
+    return [Trajectory(*(dialogue[key] for key in keys)) for dialogue in made]
+
+
 def commit() -> str:
     """The commit of this file, where there is git."""
+    git, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
     try:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-        return done.stdout.strip() or "unknown"
-    except OSError:
+        return subprocess.check_output(git, cwd=here, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
@@ -962,10 +854,12 @@ def dialogues(critic: Critic, played: list[Trajectory], iteration: int) -> list[
     for t in played:
         v_S2, q_N2 = critic([t], range(len(t)), t.actions)
         figures = torch.stack([q_N2.min(-1).values, v_S2[:-1].min(-1).values, advantages(q_N2, v_S2[:-1])], -1)
-        turns = [
-            {"text": action + reply.rstrip("\n")} | {key: round(x, 3) for key, x in zip("QVA", row, strict=True)}
-            for action, reply, row in zip(t.actions, t.replies(), figures.tolist(), strict=True)
-        ]
+        turns = []
+        for action, reply, row in zip(
+            t.actions, envs.replies(t.observations, t.actions), figures.tolist(), strict=True
+        ):
+            q, v, a = (round(x, 3) for x in row)
+            turns.append({"text": action + reply.rstrip("\n"), "Q": q, "V": v, "A": a})
         records.append({"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "turns": turns})
     return records
 
@@ -983,23 +877,14 @@ def play(args: Args) -> None:
     """The trained agent asks, a person answers."""
     transformers.logging.disable_progress_bar()
     actor, tokenizer = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
-    enders = turn_enders(tokenizer, len(actor.get_output_embeddings().weight))
     world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)
-    text, _ = world.reset(seed=args.seed)
-    print("Think of one of its words. Answer y (yes), n (no) or ? (no such question); c (correct) ends the game.")
-    for _ in range(world.max_turns):
-        hidden, cache, visible, length = feed(actor, None, None, None, [encode(tokenizer, text)])
-        before = hidden[:, -1:], visible[:, None], length[:, None]
-        tokens, _, counts, _ = sample(actor, cache, *before, enders, args, generator)
-        question = spoken(tokenizer, tokens[counts].tolist())
-        try:
-            answer = input(f"{question} ")[:1].lower()
-        except EOFError:
-            break
-        if answer == "c":
-            break
-        reply = {"y": "Yes.", "n": "No."}.get(answer, "Invalid Question.")
-        text += f"{question} {reply}\n"
+
+    def ask(observation: str) -> str:
+        trunk = encode(tokenizer, observation)
+        ((ids,), _) = sample(actor, tokenizer, [trunk], [(0, len(trunk))], args, generator)
+        return spoken(tokenizer, ids)
+
+    envs.play.answer(ask, world.reset(seed=args.seed)[0], world.max_turns)
 
 
 if __name__ == "__main__":

@@ -52,12 +52,9 @@ def main(args: Args) -> None:
     worlds = envs.VecTextEnv(args.env, args.rollouts)
     append_only = worlds.envs[0].append_only
 
-    keys = ("observations", "actions", "rewards", "terminated", "answer")
-    made = worlds.envs[0].demonstrations(args.demonstrations, args.seed)
-    demonstrations = [archer.Trajectory(**{key: d[key] for key in keys}) for d in made]
+    demonstrations = archer.read_demonstrations(args, worlds.envs[0])
     actor, tokenizer = archer.make_actor(args, args.actor, [t.observations[-1] for t in demonstrations])
     archer.warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
-    enders = archer.turn_enders(tokenizer, actor.config.vocab_size)
     baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
     critic = archer.make_critic(args, args.critic, actor, tokenizer, append_only, 0.0)
     start_actor, target = (copy.deepcopy(model).requires_grad_(False) for model in (actor, critic))
@@ -65,10 +62,10 @@ def main(args: Args) -> None:
     actor_optimizer, critic_optimizer = (torch.optim.AdamW(model.parameters(), lr=0.0) for model in (actor, critic))
 
     def play():
-        return archer.rollout(actor, tokenizer, enders, worlds, args, generator, list(range(args.rollouts)))[0]
+        return archer.rollout(actor, tokenizer, worlds, args, generator, list(range(args.rollouts)))[0]
 
     def sample(batch):
-        return archer.fresh_utterances(actor, tokenizer, enders, batch, append_only, args, generator)
+        return archer.fresh_utterances(actor, tokenizer, batch, append_only, args, generator)
 
     played = play()
     seen, acted = played[: args.critic_batch], played[: args.actor_batch]

@@ -15,6 +15,9 @@ A world is a gymnasium.Env whose observations and actions are text. Beyond gymna
     players                     name -> player(observation, rng) -> action, rng a random.Random
     demonstrations(n, seed)     scripted dialogues of the world `demonstration_env`, to warm up on
 
+A dialogue, as `demonstrations` makes it, is a dict of n actions and rewards, n + 1 observations, the last being what
+the world said at the end, "terminated" (if false, the time limit ended it) and "answer".
+
 `reset` puts what is hidden into info["answer"]; the last `step` of an episode puts its return, length
 and success into info["episode"]. tests/test_envs.py holds every world of ENVS to all this.
 """
@@ -22,8 +25,9 @@ and success into info["episode"]. tests/test_envs.py holds every world of ENVS t
 import inspect
 from dataclasses import dataclass
 from importlib import import_module
+from statistics import fmean
 
-__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "make", "missing"]
+__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "make", "missing", "replies", "summarise"]
 
 
 class Unavailable(RuntimeError):
@@ -77,6 +81,28 @@ def missing(id: str) -> str | None:
     except Unavailable as error:
         return str(error)
     return None
+
+
+def replies(observations: list[str], actions: list[str]) -> list[str]:
+    """What the world wrote behind each of n actions, from the n + 1 observations around them.
+
+    >>> replies(["Questions:\\n", "Questions:\\nIs it a cat? No.\\n"], ["Is it a cat?"])
+    [' No.\\n']
+    """
+    turns = zip(observations, actions, observations[1:], strict=False)
+    return [after.removeprefix(before + action) for before, action, after in turns]
+
+
+def summarise(dialogues: list[dict]) -> dict[str, float]:
+    """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid."""
+    every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
+    return {
+        "return": fmean(sum(d["rewards"]) for d in dialogues),
+        "success": fmean(d["terminated"] for d in dialogues),
+        "length": fmean(len(d["actions"]) for d in dialogues),
+        "truncated": fmean(not d["terminated"] for d in dialogues),
+        "invalid": fmean("invalid" in reply.lower() for reply in every_reply),
+    }
 
 
 class VecTextEnv:

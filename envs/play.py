@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 
 import envs
 
@@ -15,6 +16,21 @@ def play(world, observation: str) -> dict:
         observation, _, terminated, truncated, info = world.step(input("> "))
         print(observation.removeprefix(before + info["action"]).strip())
     return info["episode"]
+
+
+def answer(ask: Callable[[str], str], observation: str, turns: int) -> None:
+    """The other way round: `ask`, an agent, makes a question of each observation, and you answer it."""
+    print("Think of one of its words. Answer y (yes), n (no) or ? (no such question); c (correct) ends the game.")
+    for _ in range(turns):
+        question = ask(observation)
+        try:
+            typed = input(f"{question} ")[:1].lower()
+        except EOFError:
+            return
+        if typed == "c":
+            return
+        reply = {"y": "Yes.", "n": "No."}.get(typed, "Invalid Question.")
+        observation += f"{question} {reply}\n"
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ guess. The answers are "Yes.", "No." and "Invalid Question."
 This file and its .toml are all there is to it; they need gymnasium and nothing else.
 """
 
+import json
 import operator
 import random
 import re
@@ -368,6 +369,35 @@ def play(world: TwentyQuestions, player: Callable, rng: random.Random, index: in
         dialogue["actions"].append(info["action"])
         dialogue["rewards"].append(reward)
     return dialogue | {"terminated": terminated, "truncated": truncated, "return": info["episode"]["return"]}
+
+
+def read_dialogues(path: str) -> list[dict]:
+    """Dialogues in the authors' format, [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": [...]}, ...].
+
+    They come as those of `play`, without its summary. Raises ValueError with number and field of a malformed record.
+    """
+    try:
+        records = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; give a JSON file, a list of dialogues") from error
+    if not isinstance(records, list) or not records:
+        raise ValueError(f"{path}: no dialogues in it; it must be a list of records with lines, correct and word")
+    dialogues = []
+    for n, record in enumerate(records):
+        for key, kind in {"lines": list, "correct": bool, "word": list}.items():
+            if not isinstance(record, dict) or not isinstance(record.get(key), kind) or record[key] == []:
+                raise ValueError(f'{path}: record {n}, field "{key}": must be a {kind.__name__} that is not empty')
+        observations, actions = [START], []
+        for line in record["lines"]:
+            question, mark, answer = str(line).rpartition("? ")
+            if not mark:
+                raise ValueError(f'{path}: record {n}, field "lines": {line!r} is no "question? answer"')
+            actions.append(question + "?")
+            observations.append(f"{observations[-1]}{question}? {answer}\n")
+        rewards = [-1.0] * (len(actions) - 1) + [record["correct"] - 1.0]
+        dialogue = {"observations": observations, "actions": actions, "rewards": rewards}
+        dialogues.append(dialogue | {"terminated": record["correct"], "answer": str(record["word"][0])})
+    return dialogues
 
 
 def candidates(observation: str, words: int = ALL) -> int:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -207,17 +208,15 @@ def make_critic(actor, tokenizer, append_only, kind="tiny", seed=0):
 
 def play(world, actor, tokenizer, n=8, seed=0, **changes):
     """`n` dialogues of the actor, tasks in turn, and the nll of every utterance."""
-    enders = archer.turn_enders(tokenizer, actor.config.vocab_size)
     worlds, generator = envs.VecTextEnv(world, n), torch.Generator().manual_seed(seed)
     indices = [i % worlds.envs[0].num_tasks for i in range(n)]
     greedy = changes.pop("greedy", False)
-    return archer.rollout(actor, tokenizer, enders, worlds, small(**changes), generator, None, indices, greedy)
+    return archer.rollout(actor, tokenizer, worlds, small(**changes), generator, None, indices, greedy)
 
 
 def fresh_for(trajectories, actor, tokenizer, append_only, **changes):
-    enders, generator = archer.turn_enders(tokenizer, actor.config.vocab_size), torch.Generator().manual_seed(5)
-    args = small(**changes)
-    return archer.fresh_utterances(actor, tokenizer, enders, trajectories, append_only, args, generator)
+    generator = torch.Generator().manual_seed(5)
+    return archer.fresh_utterances(actor, tokenizer, trajectories, append_only, small(**changes), generator)
 
 
 @torch.no_grad()
@@ -229,13 +228,13 @@ def plain_logps(actor, before, ids, temperature=1.0):
 
 def contexts(trajectory, tokenizer, append_only):
     """The tokens that stand before the utterance of each state."""
-    trunks, states = archer.lay_out(trajectory, tokenizer, append_only)
+    trunks, states = archer.lay_out([trajectory], tokenizer, append_only)
     return [trunks[row][:length] for row, length in states]
 
 
 def utterances_of(trajectories, fresh, tokenizer, append_only):
     """Trunks and the utterances `fresh` in the states in which one was made, as `score` takes them."""
-    trunks, states = archer.join(trajectories, tokenizer, append_only)
+    trunks, states = archer.lay_out(trajectories, tokenizer, append_only)
     ids = [ids for t, row in zip(trajectories, fresh, strict=True) for ids in row[: len(t)]]
     acted = archer.states_acted(trajectories)
     return trunks, [(*states[s], x) for s, x in zip(acted, ids, strict=True)]
@@ -417,12 +416,13 @@ def test_score_is_the_plain_logp(actor, tokenizer, world, temperature):
     fresh = fresh_for(played, actor, tokenizer, append_only, temperature=temperature)
     trunks, utterances = utterances_of(played, fresh, tokenizer, append_only)
     with torch.no_grad():
-        logits_MV, hidden_MH, owner_M = archer.score(actor, trunks, utterances, temperature)
-    logp_M = logits_MV.log_softmax(-1)[torch.arange(len(logits_MV)), archer.token_ids(utterances, actor)]
+        logits_MV, token_M, hidden_MH, owner_M = archer.score(actor, trunks, utterances, temperature)
+    logp_M = logits_MV.log_softmax(-1)[torch.arange(len(logits_MV)), token_M]
     expected = [
         x for row, length, ids in utterances for x in plain_logps(actor, trunks[row][:length], ids, temperature)
     ]
     assert logp_M.tolist() == pytest.approx(expected, abs=1e-5)
+    assert token_M.tolist() == [x for _, _, ids in utterances for x in ids]
     assert owner_M.tolist() == [n for n, (_, _, ids) in enumerate(utterances) for _ in ids]
     assert len(hidden_MH) == len(expected)
 
@@ -430,7 +430,7 @@ def test_score_is_the_plain_logp(actor, tokenizer, world, temperature):
 @TEMPERATURES
 @BOTH
 def test_sampled_logp_of_fresh_utterances_is_the_plain_logp(actor, tokenizer, world, temperature, monkeypatch):
-    """Many forks on one cached, left-padded trunk: what `sample` says it drew them with is what they have."""
+    """Many forks on one cached, padded trunk: what `sample` says it drew them with is what they have."""
     played, _ = play(world, actor, tokenizer)
     append_only = envs.make(world).append_only
     drawn, sample = [], archer.sample
@@ -441,18 +441,12 @@ def test_sampled_logp_of_fresh_utterances_is_the_plain_logp(actor, tokenizer, wo
 
     monkeypatch.setattr(archer, "sample", listen)
     fresh = fresh_for(played, actor, tokenizer, append_only, temperature=temperature)
-    (tokens, logps, counts, _) = drawn[0]
-    rows = list(range(len(played)))
-    slots = [(i, k) for i, t in enumerate(played) for k in range(len(t) + 1)]
-    if not append_only:  # then each state has a trunk of its own
-        slots = [(n, 0) for n in range(len(slots))]
+    ((written, logp_S),) = drawn
     flat = [(t, k, ids) for t, row in zip(played, fresh, strict=True) for k, ids in enumerate(row)]
-    assert len(drawn) == 1 and len(rows) == len(fresh) and len(flat) == len(slots)
-    for (row, slot), (t, k, ids) in zip(slots, flat, strict=True):
-        mine = counts[row, slot]
-        assert tokens[row, slot][mine].tolist() == ids
+    assert written == [ids for _, _, ids in flat]
+    for (t, k, ids), logp in zip(flat, logp_S.tolist(), strict=True):
         expected = plain_logps(actor, contexts(t, tokenizer, append_only)[k], ids, temperature)
-        assert logps[row, slot][mine].tolist() == pytest.approx(expected, abs=1e-5)
+        assert logp == pytest.approx(sum(expected), abs=1e-5)
 
 
 def test_utterances_stop_at_the_end_of_turn_and_only_there(actor, tokenizer):
@@ -471,15 +465,12 @@ def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     N, args = 20_000, small(max_action_tokens=1, temperature=0.7)
     before = archer.encode(tokenizer, "red: ")
     with torch.no_grad():
-        none = torch.zeros(1, 0, dtype=torch.bool)
-        hidden, cache, visible, length = archer.feed(actor, None, none, torch.zeros(1, dtype=torch.long), [before])
         p = (actor(input_ids=torch.tensor([before])).logits[0, -1].double() / 0.7).softmax(-1)
-    tokens, logps, counts, _ = archer.sample(
-        actor, cache, hidden[:, -1:].expand(1, N, -1), visible[:, None].expand(1, N, -1), length[:, None].expand(1, N),
-        archer.turn_enders(tokenizer, len(p)), args, torch.Generator().manual_seed(1),
-    )  # fmt: skip
-    assert counts.all() and tokens.shape == (1, N, 1)
-    assert torch.allclose(logps[0, :, 0].double(), p.log()[tokens[0, :, 0]], atol=1e-5)
+    states, generator = [(0, len(before))] * N, torch.Generator().manual_seed(1)
+    written, logp_S = archer.sample(actor, tokenizer, [before], states, args, generator)
+    tokens = torch.tensor(written)
+    assert tokens.shape == (N, 1)
+    assert torch.allclose(logp_S.double(), p.log()[tokens[:, 0]], atol=1e-5)
     seen, expected = torch.bincount(tokens.flatten(), minlength=len(p)).double(), N * p
     rare = expected < 5  # too few for a chi-square: they make one class together
     seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
@@ -564,34 +555,29 @@ def test_critic_of_a_batch_is_that_of_its_parts(actor, tokenizer, world, kind):
 @BOTH
 def test_greedy_rollout_of_a_batch_is_that_of_its_parts(actor, tokenizer, world):
     together, nll = play(world, actor, tokenizer, n=4, greedy=True)
-    enders, args = archer.turn_enders(tokenizer, actor.config.vocab_size), small()
     total = 0.0
     for i, t in enumerate(together):
         worlds, generator = envs.VecTextEnv(world, 1), torch.Generator()
-        (alone,), own = archer.rollout(actor, tokenizer, enders, worlds, args, generator, None, [i], True)
+        (alone,), own = archer.rollout(actor, tokenizer, worlds, small(), generator, None, [i], True)
         assert (alone.observations, alone.action_ids) == (t.observations, t.action_ids)
         assert (alone.rewards, alone.terminated, alone.answer) == (t.rewards, t.terminated, t.answer)
         total += sum(own)
     assert sum(nll) == pytest.approx(total, rel=1e-5)
 
 
-def test_padding_on_the_left_is_as_no_padding(actor, tokenizer):
-    """`feed` pads on the left, `pack` on the right, and the last state of a dialogue is the same as alone."""
+def test_padding_is_as_no_padding(actor, tokenizer):
+    """`pack` pads on the right, behind dialogues and their forks: a token has the hidden state that it has alone."""
     texts = ["red: ", "red: ant yes\nblue: cow no\ngreen: ", "white: dog yes\n"]
     pieces = [archer.encode(tokenizer, text) for text in texts]
+    more = [archer.encode(tokenizer, text) for text in ("bee no\nwhite: ", "dog", "ant yes\n")]
+    *packed, columns = archer.pack(pieces, [(i, len(pieces[i]), more[i]) for i in range(3)])
     with torch.no_grad():
-        none, start = torch.zeros(3, 0, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
-        hidden, cache, visible, length = archer.feed(actor, None, none, start, pieces)
-        more = [archer.encode(tokenizer, text) for text in ("bee no\nwhite: ", "dog", "ant yes\n")]
-        later, *_, length = archer.feed(actor, cache, visible, length, more)
-        packed, _ = archer.read(actor.base_model, pieces, [])
+        hidden, _ = archer.forward(actor.base_model, *packed)
     for i in range(3):
         with torch.no_grad():
             alone = actor.base_model(input_ids=torch.tensor([pieces[i] + more[i]])).last_hidden_state[0]
-        assert torch.allclose(hidden[i, -1], alone[len(pieces[i]) - 1], atol=1e-5)
-        assert torch.allclose(packed[i, : len(pieces[i])], alone[: len(pieces[i])], atol=1e-5)
-        assert torch.allclose(later[i, -1], alone[-1], atol=1e-5)
-        assert length[i] == len(pieces[i]) + len(more[i])
+        assert torch.allclose(hidden[i, : len(pieces[i])], alone[: len(pieces[i])], atol=1e-5)
+        assert torch.allclose(hidden[i, columns[i]], alone[len(pieces[i]) - 1 :], atol=1e-5)
 
 
 def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
@@ -600,8 +586,8 @@ def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
     trunks = [[5, 0, 0, 7], [0, 9, 8, 0, 0, 11, 0], [4]]
     utterances = [(0, 2, [0, 0, 3]), (0, 4, [0]), (1, 7, [6, 0]), (1, 1, [9, 0, 0, 2]), (2, 1, [0, 0])]
     with torch.no_grad():
-        logits_MV, _, _ = archer.score(actor, trunks, utterances, 1.0)
-    logp = logits_MV.log_softmax(-1)[torch.arange(len(logits_MV)), archer.token_ids(utterances, actor)].tolist()
+        logits_MV, token_M, _, _ = archer.score(actor, trunks, utterances, 1.0)
+    logp = logits_MV.log_softmax(-1)[torch.arange(len(logits_MV)), token_M].tolist()
     expected = [x for row, start, ids in utterances for x in plain_logps(actor, trunks[row][:start], ids)]
     assert logp == pytest.approx(expected, abs=1e-5)
 
@@ -643,7 +629,7 @@ def test_a_fork_sees_its_past_and_nothing_else():
 
 def test_sharing_changes_nothing(actor, tokenizer):
     """The same utterances behind trunks that end where they begin, so that there is nothing to share."""
-    trunk = archer.encode(tokenizer, "red: ant yes\nblue: cow no\ngreen: ")
+    trunk = [x for letter in "red: ant yes\nblue: cow no\n" for x in archer.encode(tokenizer, letter)]
     utterances = [(0, start, trunk[start : start + 5]) for start in range(1, len(trunk) - 5)]
     apart = [(n, start, ids) for n, (_, start, ids) in enumerate(utterances)]
     with torch.no_grad():
@@ -663,7 +649,7 @@ def test_lay_out_keeps_the_sampled_tokens(tokenizer):
     assert letters != archer.encode(tokenizer, "ant")
     t = said(tokenizer, "ant", [*letters, *archer.encode(tokenizer, "\n")])
     before, after = archer.encode(tokenizer, "red: "), archer.encode(tokenizer, " no\n")
-    trunks, states = archer.lay_out(t, tokenizer, True)
+    trunks, states = archer.lay_out([t], tokenizer, True)
     assert trunks == [before + letters + after]
     assert states == [(0, len(before)), (0, len(before + letters + after))]
 
@@ -672,14 +658,14 @@ def test_lay_out_keeps_the_sampled_tokens(tokenizer):
 def test_lay_out_writes_what_the_world_took(tokenizer, sampled):
     """Where the world stripped or cut an utterance, the dialogue goes on with what it took."""
     taken = sampled.strip()[:3]
-    trunks, _ = archer.lay_out(said(tokenizer, taken, archer.encode(tokenizer, sampled)), tokenizer, True)
+    trunks, _ = archer.lay_out([said(tokenizer, taken, archer.encode(tokenizer, sampled))], tokenizer, True)
     expected = [x for text in ("red: ", taken, " no\n") for x in archer.encode(tokenizer, text)]
     assert trunks == [expected]
 
 
 def test_lay_out_of_an_utterance_without_an_end(tokenizer):
     """Cut at the limit, its last token is a word like the others and may not be dropped."""
-    trunks, _ = archer.lay_out(said(tokenizer, "ant bee", archer.encode(tokenizer, "ant bee")), tokenizer, True)
+    trunks, _ = archer.lay_out([said(tokenizer, "ant bee", archer.encode(tokenizer, "ant bee"))], tokenizer, True)
     assert tokenizer.decode(trunks[0]) == "red: ant bee no\n"
 
 
@@ -947,7 +933,8 @@ GOOD = [
 def test_read_dataset(tmp_path):
     path = tmp_path / "data.json"
     path.write_text(json.dumps(GOOD))
-    won, lost = archer.read_dataset(str(path), "Questions:\n")
+    args, world = small(dataset=path), envs.make("twenty-questions")
+    won, lost = archer.read_demonstrations(args, world)
     assert won.observations == [
         "Questions:\n",
         "Questions:\nIs it alive? No.\n",
@@ -987,7 +974,7 @@ def test_a_malformed_record_is_named(tmp_path, capfd, kind):
     record, key = BROKEN[kind]
     path = tmp_path / "data.json"
     path.write_text(json.dumps([*GOOD, record]))
-    stops(capfd, lambda: archer.read_dataset(str(path), ""), "record 2", f'"{key}"')
+    stops(capfd, lambda: archer.read_demonstrations(small(dataset=path), None), "record 2", f'"{key}"')
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"lines": []}', "[3]", "no json", "[[]]", "\x00", None])
@@ -995,7 +982,7 @@ def test_a_file_without_dialogues(tmp_path, capfd, text):
     path = tmp_path / "data.json"
     if text is not None:
         path.write_text(text)
-    stops(capfd, lambda: archer.read_dataset(str(path), ""), "data.json")
+    stops(capfd, lambda: archer.read_demonstrations(small(dataset=path), None), "data.json")
 
 
 # ------------------------------------------------------------------------------------- the program: runs
@@ -1298,13 +1285,14 @@ def test_play(finished, monkeypatch, capsys):
     assert next(answers, None) is None and capsys.readouterr().out
 
 
-def test_no_dialogue_is_read_beyond_the_context(actor, capfd):
-    """Whether it comes to be read in one go, in many, or is about to be continued."""
-    none, start = torch.zeros(1, 0, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
-    stops(capfd, lambda: archer.read(actor.base_model, [[5] * 1025], []), "1025", "1024")
-    stops(capfd, lambda: archer.feed(actor, None, none, start, [[5] * 1025]), "1025", "1024")
-    _, cache, visible, length = archer.feed(actor, None, none, start, [[5] * 1020])
-    stops(capfd, lambda: archer.feed(actor, cache, visible, length, [[5] * 5]), "1025", "1024")
+def test_no_dialogue_is_read_beyond_the_context(actor, tokenizer, capfd):
+    """Whether it comes to be read, or is about to be continued."""
+    args, generator = small(max_action_tokens=40), torch.Generator().manual_seed(0)
+    actor.lm_head.bias.data[archer.encode(tokenizer, "a")[0]] = 1e3  # it goes on and on
+    stops(capfd, lambda: archer.score(actor, [[5] * 1025], [(0, 1, [5])], 1.0), "1025", "1024")
+    for long in ([5] * 1025, [5] * 1020):
+        sample = partial(archer.sample, actor, tokenizer, [long], [(0, len(long))], args, generator)
+        stops(capfd, sample, "1025", "1024")
 
 
 def test_a_dialogue_longer_than_the_context_is_one_line(tmp_path, capfd, tokenizer):

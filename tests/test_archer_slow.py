@@ -114,11 +114,10 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world):
     target = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
-    enders = archer.turn_enders(tokenizer, actor.config.vocab_size)
     for step in range(40):  # as `main` does it: a pool, its fresh utterances, and many updates with both
         pool = [played[i] for i in rng.integers(len(played), size=64)]
         options = (pool, world.append_only, args, generator)
-        fresh = archer.fresh_utterances(actor, tokenizer, enders, *options)
+        fresh = archer.fresh_utterances(actor, tokenizer, *options)
         said = [[archer.spoken(tokenizer, ids) for ids in row] for row in fresh]
         optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 40))
         for _ in range(20):
