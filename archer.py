@@ -9,9 +9,8 @@
     python archer.py --actor gpt2 --critic roberta-base --warm-start-lr 1e-4 --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...          python archer.py --play runs/...
 
-Two levels. The critic works on whole utterances and learns off-policy, from a replay buffer, what an utterance a in
-the dialogue s is worth. The actor works on tokens and learns on-policy: it writes new utterances in replayed
-dialogues, and the critic's advantage of an utterance is the reward of all its tokens.
+The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the dialogue
+s. The actor works on tokens, on-policy: the advantage of an utterance that it has just written rewards all its tokens.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')                               Eq. 1       td_target
@@ -22,18 +21,17 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
   E6  V(s)   <- upper expectile of Qbar(s,a) over the data         sec. 3.5    value_loss
 Differs from the paper (docs/archer.md says more):
   D1  A KL penalty to the warm-started actor (--kl 0): else it drifts to gibberish, which a young critic over-values.
-  D2  The critic is a causal decoder that starts as the warm-started actor and reads a whole dialogue in one pass
-      (--critic roberta-base, or any encoder). Section 5.5 finds both kinds equal in result.
+  D2  The critic is a decoder and starts as the warm-started actor (--critic roberta-base); sec. 5.5 finds both equal.
   D3  Advantages minus their batch mean (--no-center): zero over a ~ pi, but not where Q and V disagree.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
   D5  A tiny GPT-2 trained here (--actor gpt2), with measured learning rates: Table 3's are 32 times the released
       configuration's, as the authors sum the gradients of 32 micro-batches, and Adam does not care for scale.
-  D6  The time limit is an end (--no-truncation-is-terminal): a bootstrap past it asks for states that the critic
-      never sees. V was -15.4 at the first turn where the Monte-Carlo return was -11.3.
+  D6  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees. With a
+      bootstrap there, V was -15.4 at the first turn where the Monte-Carlo return was -11.3.
   D7  The warm start learns to foresee replies, too (--no-warm-start-replies), and with them what a question reveals:
       after 400 updates the critic's advantages correlated 0.4 with those by exact counting, without it 0.15.
-  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423. A turn has 2.3 times fewer
-      tokens, and a warm start of equal time solved 61 % instead of 18 % (one seed).
+  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 2.3 times fewer tokens a
+      turn, and a warm start of equal time solved 61 % instead of 18 % (one seed).
 From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
 one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
@@ -322,7 +320,7 @@ def score(actor, trunks, utterances, temperature: float):
 
 
 class Critic(nn.Module):
-    """Twin Q and V heads on one language model: V(s) reads a state, Q(s,a) a state and an utterance.
+    """Twin Q and V heads on one language model.
 
     A decoder (D2) reads the whole dialogue in one causal pass: V at the last token of each observation, Q at the end
     of turn of each utterance. An encoder reads state and utterance one by one and gives Q both [CLS] vectors.
@@ -382,9 +380,9 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
 
 
 def load(auto, source: str, flag: str):
-    """A model, tokenizer or configuration by Hugging Face name or local folder."""
+    """A model, or its configuration, and its tokenizer, by Hugging Face name or local folder."""
     try:
-        return auto.from_pretrained(source)
+        return auto.from_pretrained(source), transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         stop(f"{flag} {source}: {str(error).splitlines()[0]}; give tiny, a local folder or a Hugging Face name")
 
@@ -401,8 +399,7 @@ def make_actor(args: Args, source: str, texts: list[str]):
         )  # fmt: skip
         actor = transformers.AutoModelForCausalLM.from_config(config)
     else:
-        tokenizer = load(transformers.AutoTokenizer, source, "--actor")
-        actor = load(transformers.AutoModelForCausalLM, source, "--actor")
+        actor, tokenizer = load(transformers.AutoModelForCausalLM, source, "--actor")
     return actor.to(args.device, getattr(torch, args.dtype)).eval(), tokenizer  # eval: no dropout, ever
 
 
@@ -420,8 +417,7 @@ def make_critic(args: Args, source: str, actor, tokenizer, append_only: bool, va
         )  # fmt: skip
         body = transformers.AutoModel.from_config(config)
     else:
-        tokenizer = load(transformers.AutoTokenizer, source, "--critic")
-        body = load(transformers.AutoModel, source, "--critic")
+        body, tokenizer = load(transformers.AutoModel, source, "--critic")
     tokenizer.truncation_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
     return Critic(body.to(getattr(torch, args.dtype)), tokenizer, append_only, value).to(args.device).eval()
@@ -481,26 +477,18 @@ def sample(actor, tokenizer, trunks, states, args: Args, generator, greedy=False
 
 def rollout(actor, tokenizer, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep. Returns the trajectories and -log pi of every utterance."""
-    observations, infos = worlds.reset(seeds=seeds, indices=indices)
-    played = [Trajectory([text], [], [], False, info["answer"]) for text, info in zip(observations, infos, strict=True)]
-    alive, nll, append_only = list(range(len(played))), [], worlds.envs[0].append_only
-    while alive:
-        trunks = [lay_out([played[i]], tokenizer, append_only)[0][-1] for i in alive]
+    worlds.reset(seeds=seeds, indices=indices)
+    action_ids, nll, append_only = [[] for _ in worlds.envs], [], worlds.envs[0].append_only
+    while alive := worlds.alive():
+        played = [Trajectory(**worlds.dialogues[i], action_ids=action_ids[i]) for i in alive]
+        trunks = [lay_out([t], tokenizer, append_only)[0][-1] for t in played]
         states = [(row, len(trunk)) for row, trunk in enumerate(trunks)]
-        written, logp_S = sample(actor, tokenizer, trunks, states, args, generator, greedy)
+        utterances, logp_S = sample(actor, tokenizer, trunks, states, args, generator, greedy)
+        for i, ids in zip(alive, utterances, strict=True):
+            action_ids[i].append(ids)
         nll += (-logp_S).tolist()
-        ids = dict(zip(alive, written, strict=True))
-        actions = [spoken(tokenizer, ids[i]) if i in ids else None for i in range(len(played))]
-        observations, rewards, terminated, truncated, infos = worlds.step(actions)
-        for i in alive:
-            t = played[i]
-            t.observations.append(observations[i])
-            t.actions.append(infos[i]["action"])
-            t.action_ids.append(ids[i])
-            t.rewards.append(rewards[i])
-            t.terminated = terminated[i]
-        alive = [i for i in alive if not (terminated[i] or truncated[i])]
-    return played, nll
+        worlds.step([spoken(tokenizer, ids[-1]) for ids in action_ids])  # those that have ended stay as they are
+    return [Trajectory(**d, action_ids=ids) for d, ids in zip(worlds.dialogues, action_ids, strict=True)], nll
 
 
 def fresh_utterances(actor, tokenizer, trajectories, append_only, args: Args, generator, chunk=32):
@@ -549,8 +537,7 @@ def warm_start(actor, tokenizer, demonstrations: list[Trajectory], append_only: 
 def critic_update(critic, target, optimizer, trajectories, fresh, args: Args) -> dict[str, float]:
     """One step on E1 and E2, or what else --critic-loss names, and one Polyak step of the target.
 
-    `fresh` has the text of an utterance of the current actor for each of the n + 1 states of every trajectory; only
-    td reads it.
+    `fresh`, for td, has an utterance of the current actor in every state of every trajectory, as text.
     """
     acted, taken = states_acted(trajectories), [action for t in trajectories for action in t.actions]
     ends = [[False] * len(t) + [t.terminated or args.truncation_is_terminal] for t in trajectories]  # D6
@@ -577,13 +564,9 @@ def critic_update(critic, target, optimizer, trajectories, fresh, args: Args) ->
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     first_turns = np.cumsum([0] + [len(t) for t in trajectories[:-1]])
-    return {
-        "critic/q_loss": q_loss.item(),
-        "critic/v_loss": v_loss.item(),
-        "critic/grad_norm": norm,
-        "critic/explained_variance": 1 - (error_N.var() / return_N.var().clamp(min=1e-8)).item(),
-        "critic/bias": error_N[first_turns].mean().item(),
-    }
+    metrics = {"critic/q_loss": q_loss.item(), "critic/v_loss": v_loss.item(), "critic/grad_norm": norm}
+    metrics["critic/explained_variance"] = 1 - (error_N.var() / return_N.var().clamp(min=1e-8)).item()
+    return metrics | {"critic/bias": error_N[first_turns].mean().item()}
 
 
 def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, trajectories, fresh, append_only, args):
@@ -635,10 +618,10 @@ def write(path: Path, records: list[dict], indent: int | None = None) -> None:
     temporary.replace(path)
 
 
-def append(path: Path, records: list[dict]) -> None:
-    """Appends lines of JSON."""
+def append(path: Path, record: dict) -> None:
+    """One more line of JSON."""
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.write(json.dumps(record) + "\n")
 
 
 def keep_until(path: Path, iteration: int) -> None:
@@ -688,9 +671,9 @@ def main(args: Args) -> dict[str, float]:
     append_only = worlds.envs[0].append_only
 
     # --- the actor of a checkpoint, or a new one
-    checkpoint = newest_checkpoint(args.resume, "--resume") if args.resume else None
-    if checkpoint:
-        run, state = Path(args.resume), torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+    if args.resume:
+        run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
+        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         actor, tokenizer = make_actor(args, str(checkpoint / "actor"), [])
         lines = (checkpoint / "replay.jsonl").read_text(encoding="utf-8").splitlines()
@@ -705,13 +688,12 @@ def main(args: Args) -> dict[str, float]:
         buffer, _ = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0, "evaluation": evaluation}
         state["warm_start_return"] = evaluation["eval/return"]
-        run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        while run.exists():  # a twin of this very second
-            run = run.with_name(run.name + "b")
+        now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
+        run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{now}"
 
     # --- all that learns; a checkpoint overwrites where it starts
     value = float(np.mean([mc_returns(t.rewards, args.gamma)[0] for t in buffer]))  # D4
-    source = str(checkpoint / "critic") if checkpoint else args.critic
+    source = str(checkpoint / "critic") if args.resume else args.critic
     critic = make_critic(args, source, actor, tokenizer, append_only, value)
     target, start_actor = copy.deepcopy(critic).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
     width = actor.get_output_embeddings().weight.shape[1]
@@ -728,7 +710,7 @@ def main(args: Args) -> dict[str, float]:
         state["rng"] = rng.bit_generator.state, generator.get_state(), torch.get_rng_state()
         save(run, state, actor, tokenizer, critic, buffer)
 
-    if checkpoint:
+    if args.resume:
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
         optimizer.param_groups[0]["lr"] = args.actor_lr  # the saved state has brought back the old ones
@@ -742,21 +724,17 @@ def main(args: Args) -> dict[str, float]:
         checkpoint_now()
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
+    interrupted = []
 
-    # --- Ctrl-C ends the iteration that it interrupts, so that all checkpoints lie between iterations
-    interrupted = False
-
-    def interrupt(*_):
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one aborts
+    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
+        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
 
     signal.signal(signal.SIGINT, interrupt)
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
-    bar = tqdm(total=args.iterations, initial=state["iteration"], desc="iterations", disable=None)
-    while state["iteration"] < args.iterations and not interrupted:
+    todo = range(state["iteration"] + 1, args.iterations + 1)
+    for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began = time.time()
         # 1. dialogues of the current actor
         played, nll = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
@@ -784,35 +762,32 @@ def main(args: Args) -> dict[str, float]:
             actor_rows.append(actor_update(*learners, tokenizer, batch, fresh, append_only, args))
 
         # 4. the books
-        state["iteration"] += 1
-        state["episodes"] += len(played)
-        is_last = state["iteration"] == args.iterations
+        state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)
         metrics = {f"rollout/{key}": figure for key, figure in envs.summarise([vars(t) for t in played]).items()}
         metrics["rollout/nll"] = float(np.mean(nll))
         for rows in filter(None, (critic_rows, actor_rows)):
             metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
-        if state["iteration"] % args.eval_every == 0 or is_last:
+        if iteration % args.eval_every == 0 or iteration == args.iterations:
             state["evaluation"] = evaluate(actor, tokenizer, args)
             metrics |= state["evaluation"]
         metrics["time/utterances_per_second"] = sum(map(len, played)) / (time.time() - began)
-        for tag, figure in metrics.items():
-            writer.add_scalar(tag, figure, state["iteration"])
-        append(run / "metrics.jsonl", [{"iteration": state["iteration"]} | metrics])
-        append(run / "rollouts.jsonl", dialogues(critic, played[:4], state["iteration"]))
-        bar.update()
-        tqdm.write(progress(state["iteration"], metrics))
-        if state["iteration"] % args.save_every == 0 or is_last or interrupted:
+        log(run, writer, iteration, metrics, critic, played[:4])
+        if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
             checkpoint_now()
-    bar.close()
+        if interrupted:
+            print(f"stopped; go on with: python archer.py --resume {run}")
+            break
     writer.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        print(f"stopped; go on with: python archer.py --resume {run}")
 
     summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
     summary |= {key: state[key] for key in ("warm_start_return", "episodes", "seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    summary |= {"seed": args.seed, "commit": commit()}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    head = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
+    summary |= {"seed": args.seed, "commit": head or "unknown"}
     write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
     return summary
@@ -838,38 +813,22 @@ def read_demonstrations(args: Args, world) -> list[Trajectory]:
     return [Trajectory(*(dialogue[key] for key in keys)) for dialogue in made]
 
 
-def commit() -> str:
-    """The commit of this file, where there is git."""
-    git, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
-    try:
-        return subprocess.check_output(git, cwd=here, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 @torch.no_grad()
-def dialogues(critic: Critic, played: list[Trajectory], iteration: int) -> list[dict]:
-    """Dialogues for rollouts.jsonl, each turn with what the critic thinks of it."""
-    records = []
+def log(run: Path, writer, iteration: int, metrics: dict[str, float], critic: Critic, played: list[Trajectory]) -> None:
+    """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
+    for tag, figure in metrics.items():
+        writer.add_scalar(tag, figure, iteration)
+    append(run / "metrics.jsonl", {"iteration": iteration} | metrics)
+    shown = ("rollout/return", "rollout/success", "critic/explained_variance", "actor/kl", "eval/return_greedy")
+    tqdm.write(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:6.2f}" for tag in shown if tag in metrics))
     for t in played:
-        v_S2, q_N2 = critic([t], range(len(t)), t.actions)
-        figures = torch.stack([q_N2.min(-1).values, v_S2[:-1].min(-1).values, advantages(q_N2, v_S2[:-1])], -1)
-        turns = []
-        for action, reply, row in zip(
-            t.actions, envs.replies(t.observations, t.actions), figures.tolist(), strict=True
-        ):
-            q, v, a = (round(x, 3) for x in row)
-            turns.append({"text": action + reply.rstrip("\n"), "Q": q, "V": v, "A": a})
-        records.append({"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "turns": turns})
-    return records
-
-
-def progress(iteration: int, metrics: dict[str, float]) -> str:
-    """One aligned line for the terminal."""
-    shown = {"return": "rollout/return", "success": "rollout/success", "invalid": "rollout/invalid"}
-    shown |= {"q_loss": "critic/q_loss", "explained": "critic/explained_variance", "kl": "actor/kl"}
-    shown |= {"entropy": "actor/entropy", "eval": "eval/return", "greedy": "eval/return_greedy"}
-    return f"{iteration:4d}" + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics)
+        v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
+        values, turns = torch.stack([q_N2.min(-1).values, v_S2[:-1].min(-1).values], -1).tolist(), []
+        for action, reply, (q, v) in zip(t.actions, envs.replies(t.observations, t.actions), values, strict=True):
+            turn = {"text": action + reply.rstrip("\n"), "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
+            turns.append(turn)
+        record = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "turns": turns}
+        append(run / "rollouts.jsonl", record)
 
 
 @torch.no_grad()
@@ -881,8 +840,8 @@ def play(args: Args) -> None:
 
     def ask(observation: str) -> str:
         trunk = encode(tokenizer, observation)
-        ((ids,), _) = sample(actor, tokenizer, [trunk], [(0, len(trunk))], args, generator)
-        return spoken(tokenizer, ids)
+        utterances, _ = sample(actor, tokenizer, [trunk], [(0, len(trunk))], args, generator)
+        return spoken(tokenizer, utterances[0])
 
     envs.play.answer(ask, world.reset(seed=args.seed)[0], world.max_turns)
 

@@ -108,7 +108,8 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
 class VecTextEnv:
     """`n` worlds in lockstep, in this process; every argument and result is a list with one entry per world.
 
-    A world that has ended stays as it is until the next `reset`: nothing starts by itself.
+    A world that has ended stays as it is until the next `reset`: nothing starts by itself. `dialogues` has what was
+    played since then, and `alive()` the numbers of the worlds that have not ended.
     """
 
     def __init__(self, id: str, n: int, **options):
@@ -116,9 +117,13 @@ class VecTextEnv:
         self.observations = [""] * n
         self.terminated = [False] * n
         self.truncated = [False] * n
+        self.dialogues: list[dict] = []
 
     def __len__(self) -> int:
         return len(self.envs)
+
+    def alive(self) -> list[int]:
+        return [i for i in range(len(self)) if not (self.terminated[i] or self.truncated[i])]
 
     def reset(
         self, seeds: list[int | None] | None = None, indices: list[int | None] | None = None
@@ -133,6 +138,10 @@ class VecTextEnv:
         self.observations = [observation for observation, _ in results]
         self.terminated = [False] * len(self)
         self.truncated = [False] * len(self)
+        self.dialogues = [
+            {"observations": [text], "actions": [], "rewards": [], "terminated": False, "answer": info["answer"]}
+            for text, info in results
+        ]
         return list(self.observations), [info for _, info in results]
 
     def step(self, actions: list[str | None]) -> tuple[list[str], list[float], list[bool], list[bool], list[dict]]:
@@ -147,6 +156,10 @@ class VecTextEnv:
                 self.observations[i], rewards[i], self.terminated[i], self.truncated[i], infos[i] = self._call(
                     i, "step", action
                 )
+                self.dialogues[i]["observations"].append(self.observations[i])
+                self.dialogues[i]["actions"].append(infos[i]["action"])
+                self.dialogues[i]["rewards"].append(rewards[i])
+                self.dialogues[i]["terminated"] = self.terminated[i]
         return list(self.observations), rewards, list(self.terminated), list(self.truncated), infos
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 import tyro
 from tokenizers import processors
+from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -1106,11 +1107,14 @@ def test_rollouts_have_text_and_values(finished):
 
 
 @BOTH
-def test_dialogues_show_each_turn(actor, tokenizer, world):
+def test_the_log_shows_each_turn(tmp_path, actor, tokenizer, world):
     """What was said and what the world answered, also where an observation does not begin with the one before."""
     played, _ = play(world, actor, tokenizer, n=4)
     critic = make_critic(actor, tokenizer, envs.make(world).append_only)
-    for t, line in zip(played, archer.dialogues(critic, played, 7), strict=True):
+    with SummaryWriter(str(tmp_path)) as writer:
+        archer.log(tmp_path, writer, 7, {"rollout/return": 1.0}, critic, played)
+    assert lines_of(tmp_path) == [{"iteration": 7, "rollout/return": 1.0}]
+    for t, line in zip(played, lines_of(tmp_path, "rollouts.jsonl"), strict=True):
         assert (line["iteration"], line["answer"], line["return"]) == (7, t.answer, sum(t.rewards))
         for k, (turn, action) in enumerate(zip(line["turns"], t.actions, strict=True)):
             assert action in turn["text"] and ("yes" in turn["text"] or "no" in turn["text"])
@@ -1334,7 +1338,8 @@ def test_the_files_of_a_run_appear_whole_or_not_at_all(tmp_path):
 def test_a_log_is_cut_back_to_its_checkpoint(tmp_path):
     """Also when the last line was cut off in the middle."""
     path = tmp_path / "log.jsonl"
-    archer.append(path, [{"iteration": n, "text": "}"} for n in (1, 1, 2, 3)])
+    for n in (1, 1, 2, 3):
+        archer.append(path, {"iteration": n, "text": "}"})
     path.write_text(path.read_text() + '{"iteration": 4, "te')
     archer.keep_until(path, 2)
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 1, 2]
