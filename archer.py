@@ -300,9 +300,8 @@ def forward(body, ids, position, visible, cache=None, use_cache: bool = False):
         stop(f"a dialogue has {tokens} tokens, {body.config.model_type} reads {limit}; take one with a longer context")
     blocked = torch.finfo(body.dtype).min  # not -inf: the softmax of a row of padding must stay finite
     bias = torch.zeros(visible.shape, dtype=body.dtype).masked_fill(~visible, blocked)[:, None]
-    inputs = {"input_ids": ids, "position_ids": position, "attention_mask": bias}
-    inputs = {name: tensor.to(body.device) for name, tensor in inputs.items()}
-    output = body(**inputs, past_key_values=cache, use_cache=use_cache)
+    inputs = transformers.BatchEncoding({"input_ids": ids, "position_ids": position, "attention_mask": bias})
+    output = body(**inputs.to(body.device), past_key_values=cache, use_cache=use_cache)
     return output.last_hidden_state, output.past_key_values
 
 
@@ -311,11 +310,9 @@ def score(actor, trunks, utterances, temperature: float):
     # The last token of an utterance, its end of turn, is predicted but never read: it need not be fed.
     *packed, columns = pack(trunks, [(row, start, ids[:-1]) for row, start, ids in utterances])
     hidden_BTH, _ = forward(actor.base_model, *packed)
-    tokens = []
-    for n, ((row, _, ids), own) in enumerate(zip(utterances, columns, strict=True)):
-        tokens += [(n, row, column, token) for column, token in zip(own, ids, strict=True)]
-    owner_M, row_M, column_M, token_M = torch.tensor(tokens, device=actor.device).unbind(-1)
-    hidden_MH = hidden_BTH[row_M, column_M]
+    flat = [(n, row, token) for n, (row, _, ids) in enumerate(utterances) for token in ids]
+    owner_M, row_M, token_M = torch.tensor(flat, device=actor.device).T
+    hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
     return actor.get_output_embeddings()(hidden_MH).float() / temperature, token_M, hidden_MH, owner_M
 
 
@@ -437,26 +434,23 @@ def turn_enders(tokenizer, size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def sample(actor, tokenizer, trunks, states, args: Args, generator, greedy=False):
-    """An utterance for each of S states, (trunk, tokens of it that are seen), in the order of their trunks.
+    """An utterance, as token ids, in each of S states, and their log-probs [S].
 
-    The N states of a trunk share one prefill of it, and all write a token at a time. Returns the utterances as token
-    ids and their log-probs [S].
+    A state is (trunk, how many of its tokens are seen), in the order of the trunks. All N of a trunk share its prefill.
     """
     ids, position, visible_BTT, _ = pack(trunks, [])
     hidden_BTH, cache = forward(actor.base_model, ids, position, visible_BTT, use_cache=True)
     row_S, length_S = torch.tensor(states).T.contiguous()
     slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
     B, N, T = len(trunks), int(slot_S.max()) + 1, ids.shape[1]
-    start_BN = torch.ones(B, N, dtype=torch.long)
-    start_BN[row_S, slot_S] = length_S
+    start_BN, open_BN = torch.ones(B, N, dtype=torch.long), torch.zeros(B, N, dtype=torch.bool)
+    start_BN[row_S, slot_S], open_BN[row_S, slot_S] = length_S, True
     hidden_BNH = hidden_BTH[torch.arange(B)[:, None], start_BN - 1]
     visible_BNT = torch.arange(T) < start_BN[..., None]
-    itself_BNN = torch.eye(N, dtype=torch.bool).expand(B, N, N)
-    open_BN = torch.zeros(B, N, dtype=torch.bool).index_put((row_S, slot_S), torch.tensor(True))
     enders, tokens, logps, counts = turn_enders(tokenizer, len(actor.get_output_embeddings().weight)), [], [], []
     for step in range(args.max_action_tokens):
         if step > 0:
-            visible_BNT = torch.cat([visible_BNT, itself_BNN], -1)
+            visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
             hidden_BNH, cache = forward(actor.base_model, tokens[-1], start_BN + step - 1, visible_BNT, cache, True)
         logp_BNV = (actor.get_output_embeddings()(hidden_BNH).float() / args.temperature).log_softmax(-1)
         if greedy:
@@ -635,10 +629,8 @@ def save(run: Path, state: dict, actor, tokenizer, critic: Critic, buffer: list[
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    for part in (actor, tokenizer):
-        part.save_pretrained(temporary / "actor")
-    for part in (critic.body, critic.tokenizer):
-        part.save_pretrained(temporary / "critic")
+    for name, part in (("actor", actor), ("actor", tokenizer), ("critic", critic.body), ("critic", critic.tokenizer)):
+        part.save_pretrained(temporary / name)
     write(temporary / "replay.jsonl", [vars(t) for t in buffer])
     torch.save(state, temporary / "state.pt")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
@@ -707,7 +699,7 @@ def main(args: Args) -> dict[str, float]:
     def checkpoint_now():
         state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
         state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-        state["rng"] = rng.bit_generator.state, generator.get_state(), torch.get_rng_state()
+        state["rng"] = rng.bit_generator.state, generator.get_state()  # models are made at the start: torch's own rests
         save(run, state, actor, tokenizer, critic, buffer)
 
     if args.resume:
@@ -717,7 +709,6 @@ def main(args: Args) -> dict[str, float]:
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr
         rng.bit_generator.state = state["rng"][0]
         generator.set_state(state["rng"][1].cpu())
-        torch.set_rng_state(state["rng"][2].cpu())
         keep_until(run / "metrics.jsonl", state["iteration"])
         keep_until(run / "rollouts.jsonl", state["iteration"])
     else:
@@ -839,9 +830,9 @@ def play(args: Args) -> None:
     world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)
 
     def ask(observation: str) -> str:
-        trunk = encode(tokenizer, observation)
-        utterances, _ = sample(actor, tokenizer, [trunk], [(0, len(trunk))], args, generator)
-        return spoken(tokenizer, utterances[0])
+        so_far = Trajectory([observation], [], [], False, "")
+        ((ids,),) = fresh_utterances(actor, tokenizer, [so_far], world.append_only, args, generator)
+        return spoken(tokenizer, ids)
 
     envs.play.answer(ask, world.reset(seed=args.seed)[0], world.max_turns)
 
