@@ -179,9 +179,8 @@ def encode(tokenizer, text: str) -> list[int]:
 @lru_cache(maxsize=500_000)
 def turn_ids(tokenizer, action: str, reply: str, sampled: tuple[int, ...]) -> list[int]:
     """Token ids of a turn. Sampled ones (the last is the end of turn) stay where they spell what the world took."""
-    said = list(sampled[:-1])
-    said = said if tokenizer.decode(said) == action else encode(tokenizer, action)
-    return said + encode(tokenizer, reply)
+    is_kept = tokenizer.decode(list(sampled[:-1])) == action
+    return (list(sampled[:-1]) if is_kept else encode(tokenizer, action)) + encode(tokenizer, reply)
 
 
 def lay_out(trajectories: list[Trajectory], tokenizer, append_only: bool):
@@ -678,8 +677,8 @@ def main(args: Args) -> dict[str, float]:
         warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
         evaluation = evaluate(actor, tokenizer, args)
         buffer, _ = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
-        state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0, "evaluation": evaluation}
-        state["warm_start_return"] = evaluation["eval/return"]
+        state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0}
+        state |= {"evaluation": evaluation, "warm_start_return": evaluation["eval/return"]}
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{now}"
 
@@ -690,8 +689,7 @@ def main(args: Args) -> dict[str, float]:
     target, start_actor = copy.deepcopy(critic).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
     width = actor.get_output_embeddings().weight.shape[1]
     baseline = mlp(width, width, 0.0).to(args.device)
-    parameters = [*actor.parameters(), *baseline.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=args.actor_lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([*actor.parameters(), *baseline.parameters()], lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     modules = {"start_actor": start_actor, "baseline": baseline, "optimizer": optimizer}
     modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
@@ -735,9 +733,10 @@ def main(args: Args) -> dict[str, float]:
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
         pool = [buffer[i] for i in rng.integers(len(buffer), size=args.critic_pool)]
-        asked = pool if args.critic_loss == "td" else []  # the other losses know no utterances but those in the data
-        fresh = fresh_utterances(actor, tokenizer, asked, append_only, args, generator)
-        texts = [[spoken(tokenizer, ids) for ids in row] for row in fresh] or [[]] * len(pool)
+        texts = [[]] * len(pool)  # the other losses know no utterances but those in the data
+        if args.critic_loss == "td":
+            fresh = fresh_utterances(actor, tokenizer, pool, append_only, args, generator)
+            texts = [[spoken(tokenizer, ids) for ids in row] for row in fresh]
         critic_rows, actor_rows = [], []
         for _ in range(args.critic_updates):
             batch = rng.integers(len(pool), size=args.critic_batch)
@@ -749,8 +748,8 @@ def main(args: Args) -> dict[str, float]:
         for _ in range(args.actor_updates if state["critic_updates"] > args.critic_warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
             fresh = fresh_utterances(actor, tokenizer, batch, append_only, args, generator)
-            learners = actor, start_actor, critic, baseline, optimizer
-            actor_rows.append(actor_update(*learners, tokenizer, batch, fresh, append_only, args))
+            learners = actor, start_actor, critic, baseline, optimizer, tokenizer
+            actor_rows.append(actor_update(*learners, batch, fresh, append_only, args))
 
         # 4. the books
         state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)
@@ -810,16 +809,18 @@ def log(run: Path, writer, iteration: int, metrics: dict[str, float], critic: Cr
     for tag, figure in metrics.items():
         writer.add_scalar(tag, figure, iteration)
     append(run / "metrics.jsonl", {"iteration": iteration} | metrics)
-    shown = ("rollout/return", "rollout/success", "critic/explained_variance", "actor/kl", "eval/return_greedy")
-    tqdm.write(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:6.2f}" for tag in shown if tag in metrics))
+    shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
+    shown |= {"kl": "actor/kl", "entropy": "actor/entropy", "eval": "eval/return", "greedy": "eval/return_greedy"}
+    figures = [f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics]
+    tqdm.write(f"{iteration:4d}" + "".join(figures))
     for t in played:
         v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
         values, turns = torch.stack([q_N2.min(-1).values, v_S2[:-1].min(-1).values], -1).tolist(), []
         for action, reply, (q, v) in zip(t.actions, envs.replies(t.observations, t.actions), values, strict=True):
-            turn = {"text": action + reply.rstrip("\n"), "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
-            turns.append(turn)
-        record = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "turns": turns}
-        append(run / "rollouts.jsonl", record)
+            judged = {"Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
+            turns.append({"text": action + reply.rstrip("\n")} | judged)
+        about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards)}
+        append(run / "rollouts.jsonl", about | {"turns": turns})
 
 
 @torch.no_grad()
