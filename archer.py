@@ -709,9 +709,10 @@ def main(args: Args) -> dict[str, float]:
         generator.set_state(state["rng"][1].cpu())
         keep_until(run / "metrics.jsonl", state["iteration"])
         keep_until(run / "rollouts.jsonl", state["iteration"])
-    else:
-        checkpoint_now()
+    run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    if not args.resume:
+        checkpoint_now()
     print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
     interrupted = []
 
@@ -774,9 +775,7 @@ def main(args: Args) -> dict[str, float]:
     summary |= {key: state[key] for key in ("warm_start_return", "episodes", "seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    head = (
-        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    )
+    head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     summary |= {"seed": args.seed, "commit": head or "unknown"}
     write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
