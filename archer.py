@@ -76,7 +76,7 @@ class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
     seed: int = 1  # of everything random in the run
-    iterations: int = 80  # rounds of rollouts, critic updates and actor updates
+    iterations: int = 50  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
@@ -87,14 +87,14 @@ class Args:
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
     critic: str = "tiny"  # tiny (D2), tiny-cls (a small BERT from scratch), or any encoder or decoder, likewise
     width: int = 64  # hidden size of the tiny models
-    layers: int = 2  # of the tiny models
+    layers: int = 3  # of the tiny models
     vocabulary: int = 700  # size of the tiny models' byte-pair vocabulary, trained on the demonstrations
     superwords: bool = True  # byte pairs that span words (D8)
 
     dataset: str = ""  # JSON file of dialogues in the authors' format, instead of the world's own demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 5  # passes over the demonstrations; 0 leaves the actor as it is
-    warm_start_lr: float = 1e-2  # its peak; take about 1e-4 for a real checkpoint
+    warm_start_epochs: int = 7  # passes over the demonstrations; 0 leaves the actor as it is
+    warm_start_lr: float = 8e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_replies: bool = True  # learn to foresee the world's replies, too (D7)
     warm_start_batch: int = 16  # dialogues in an update of the warm start
 
@@ -114,10 +114,10 @@ class Args:
     expectile: float = 0.9  # of E6, for --critic-loss iql
     truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D6)
 
-    actor_lr: float = 5e-4  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
-    actor_updates: int = 1  # updates of the actor in an iteration, each on utterances just sampled
+    actor_lr: float = 7e-4  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
+    actor_updates: int = 4  # updates of the actor in an iteration, each on utterances just sampled
     actor_batch: int = 64  # dialogues in an update of the actor
-    kl: float = 0.1  # weight of the KL divergence from the warm-started actor (D1)
+    kl: float = 0.25  # weight of the KL divergence from the warm-started actor (D1)
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart

@@ -393,8 +393,8 @@ def scripted(
     observation: str,
     rng: random.Random,
     words: int = ALL,
-    broad: int = 16,
-    guess: float = 0.25,
+    broad: int = 25,
+    guess: float = 0.5,
     garbled: float = 0.04,
 ) -> str:
     """Asks without a plan, but never what it could know: the player of the demonstrations.
