@@ -154,6 +154,7 @@ def small(**changes) -> archer.Args:
             "critic_batch": 3,
             "critic_pool": 4,
             "critic_warmup": 0,
+            "actor_updates": 1,
             "actor_batch": 3,
             "eval_every": 2,
             "eval_episodes": 4,
@@ -1151,7 +1152,7 @@ def test_a_checkpoint_is_whole_and_loads_elsewhere(finished):
 )
 def test_2n_iterations_are_n_and_n_resumed(tmp_path, folders, changes):
     """To the bit. Fails for whatever is not in the checkpoint: random states, optimisers, target, sampled tokens."""
-    changes = {key: folders.get(value, value) for key, value in changes.items()}
+    changes = {key: folders.get(value, value) for key, value in changes.items()} | {"anneal_lr": False}
     whole, _ = go(tmp_path / "whole", iterations=4, eval_every=1, **changes)
     half, _ = go(tmp_path / "half", iterations=2, eval_every=1, **changes)
     archer.main(small(resume=half, runs=tmp_path / "half", iterations=4, eval_every=1, **changes))
@@ -1179,6 +1180,15 @@ def test_resumed_with_another_learning_rate(tmp_path):
     archer.main(small(resume=run, runs=tmp_path, iterations=3, **rates))
     for old, new in zip(before, (weights("actor"), weights("critic")), strict=True):
         assert (old - new).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("anneal_lr", "share"), [(True, 0.25), (False, 1.0)])
+def test_the_actors_learning_rate_falls_to_zero(tmp_path, anneal_lr, share):
+    """D9: in the last of four iterations a quarter is left; the critic's does not fall."""
+    run, _ = go(tmp_path, iterations=4, actor_lr=1e-3, critic_lr=2e-3, anneal_lr=anneal_lr)
+    modules = torch.load(archer.newest_checkpoint(str(run), "--resume") / "state.pt", weights_only=True)["modules"]
+    rates = [modules[name]["param_groups"][0]["lr"] for name in ("optimizer", "critic_optimizer")]
+    assert rates == [pytest.approx(share * 1e-3), 2e-3]
 
 
 # -------------------------------------------------------------------- the program: killed, stopped, misused
