@@ -936,6 +936,29 @@ def test_warm_start_learns_the_words_and_their_end(tokenizer):
     assert np.mean(nll) == pytest.approx(math.log(4), rel=0.2)  # one of four words, and then surely the end
 
 
+def test_warm_start_learns_the_replies(tokenizer):
+    """D7: read behind the end of the turn, where the critic reads Q; without it they stay unknown."""
+    keys = ("observations", "actions", "rewards", "terminated", "answer")
+    demonstrations = [archer.Trajectory(**{key: d[key] for key in keys}) for d in Toy().demonstrations(400, seed=0)]
+    nll = {}
+    for switch in (True, False):
+        torch.manual_seed(0)
+        args = small(warm_start_epochs=3, warm_start_lr=1e-2, warm_start_replies=switch)
+        actor, own = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
+        archer.warm_start(actor, own, demonstrations, True, args, np.random.default_rng(0))
+        total = 0.0
+        for t in demonstrations[:20]:
+            for k, reply in enumerate(t.replies()):
+                before = (
+                    archer.encode(own, t.observations[k]) + archer.encode(own, t.actions[k]) + archer.encode(own, "\n")
+                )
+                ids = archer.encode(own, reply)
+                logits = actor(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1]
+                total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
+        nll[switch] = total / sum(len(t) for t in demonstrations[:20])
+    assert nll[True] < math.log(4) + 0.8 < nll[False]  # which clue comes next, and whether the word was right
+
+
 # ------------------------------------------------------------------------------------------ --dataset
 
 
