@@ -5,7 +5,8 @@
 # ///
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
-    python archer.py --env twenty-questions-subset                            # 8 CPU minutes, -14.5 -> -6.8
+    python archer.py --env twenty-questions              # 13 minutes on 2 CPU cores, mean return -15.4 -> -12.7
+    python archer.py --env twenty-questions-subset       # @SUBTIME
     python archer.py --actor gpt2 --critic roberta-base --warm-start-lr 1e-4 --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...          python archer.py --play runs/...
 
@@ -24,14 +25,16 @@ Differs from the paper (docs/archer.md says more):
   D2  The critic is a decoder and starts as the warm-started actor (--critic roberta-base); sec. 5.5 finds both equal.
   D3  Advantages minus their batch mean (--no-center): zero over a ~ pi, but not where Q and V disagree.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
-  D5  A tiny GPT-2 trained here (--actor gpt2), with measured learning rates: Table 3's are 32 times the released
-      configuration's, as the authors sum the gradients of 32 micro-batches, and Adam does not care for scale.
+  D5  A tiny GPT-2 trained here (--actor gpt2), with measured learning rates. Table 3's 3e-4 and 6e-4 are 32 times the
+      released 1e-5 and 2e-5, as the authors sum the gradients of 32 micro-batches, and Adam does not care for scale.
   D6  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees. With a
       bootstrap there, V was -15.4 at the first turn where the Monte-Carlo return was -11.3.
   D7  The warm start learns to foresee replies, too (--no-warm-start-replies), and with them what a question reveals:
       after 400 updates the critic's advantages correlated 0.4 with those by exact counting, without it 0.15.
-  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 2.3 times fewer tokens a
-      turn, and a warm start of equal time solved 61 % instead of 18 % (one seed).
+  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 3 tokens a turn instead
+      of 9. With 4 already, a warm start of equal time solved 61 % instead of 18 % (one seed).
+  D9  The actor's learning rate falls linearly to zero (--no-anneal-lr): the last, small steps win back what noise of
+      sampling and errors of the critic have worn away.
 From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
 one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
@@ -70,7 +73,7 @@ class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
     seed: int = 1  # of everything random in the run
-    iterations: int = 80  # rounds of rollouts, critic updates and actor updates
+    iterations: int = 50  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
@@ -81,14 +84,14 @@ class Args:
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
     critic: str = "tiny"  # tiny (D2), tiny-cls (a small BERT from scratch), or any encoder or decoder, likewise
     width: int = 64  # hidden size of the tiny models
-    layers: int = 2  # of the tiny models
+    layers: int = 3  # of the tiny models
     vocabulary: int = 700  # size of the tiny models' byte-pair vocabulary, trained on the demonstrations
-    superwords: bool = True  # byte pairs that span words (D8)
+    superwords: bool = True  # byte pairs may span words (D8)
 
     dataset: str = ""  # JSON file of dialogues in the authors' format, instead of the world's own demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 5  # passes over the demonstrations; 0 leaves the actor as it is
-    warm_start_lr: float = 1e-2  # its peak; take about 1e-4 for a real checkpoint
+    warm_start_epochs: int = 7  # passes over the demonstrations; 0 leaves the actor as it is
+    warm_start_lr: float = 8e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_replies: bool = True  # learn to foresee the world's replies, too (D7)
     warm_start_batch: int = 16  # dialogues in an update of the warm start
 
@@ -108,10 +111,11 @@ class Args:
     expectile: float = 0.9  # of E6, for --critic-loss iql
     truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D6)
 
-    actor_lr: float = 5e-4  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
-    actor_updates: int = 1  # updates of the actor in an iteration, each on utterances just sampled
+    actor_lr: float = 1e-3  # paper: 3e-4 in Table 3, 1e-5 in the released configuration; see D5
+    anneal_lr: bool = True  # the actor's learning rate falls to zero over the iterations (D9)
+    actor_updates: int = 4  # updates of the actor in an iteration, each on utterances just sampled
     actor_batch: int = 64  # dialogues in an update of the actor
-    kl: float = 0.1  # weight of the KL divergence from the warm-started actor (D1)
+    kl: float = 0.2  # weight of the KL divergence from the warm-started actor (D1)
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
@@ -431,22 +435,29 @@ def turn_enders(tokenizer, size: int) -> torch.Tensor:
     return torch.tensor([token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token]) for token in range(size)])
 
 
-@torch.no_grad()
-def sample(actor, tokenizer, trunks, states, args: Args, generator, greedy=False):
-    """An utterance, as token ids, in each of S states, and their log-probs [S].
+def prefill(actor, pieces: list[list[int]], memory=None):
+    """Lets B dialogues read a piece of text each, behind what `memory` holds of them (None: nothing yet).
 
-    A state is (trunk, how many of its tokens are seen), in the order of the trunks. All N of a trunk share its prefill.
+    Returns hidden states [B, K, H] of the pieces, padded on the right, and the memory that now has them, too: the
+    key-value cache, which of its columns are no padding [B, T], and the number of each dialogue's tokens [B].
     """
-    ids, position, visible_BTT, _ = pack(trunks, [])
-    hidden_BTH, cache = forward(actor.base_model, ids, position, visible_BTT, use_cache=True)
-    row_S, length_S = torch.tensor(states).T.contiguous()
-    slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
-    B, N, T = len(trunks), int(slot_S.max()) + 1, ids.shape[1]
-    start_BN, open_BN = torch.ones(B, N, dtype=torch.long), torch.zeros(B, N, dtype=torch.bool)
-    start_BN[row_S, slot_S], open_BN[row_S, slot_S] = length_S, True
-    hidden_BNH = hidden_BTH[torch.arange(B)[:, None], start_BN - 1]
-    visible_BNT = torch.arange(T) < start_BN[..., None]
-    enders, tokens, logps, counts = turn_enders(tokenizer, len(actor.get_output_embeddings().weight)), [], [], []
+    ids, position, visible_BKK, _ = pack(pieces, [])
+    (B, K), piece_B = ids.shape, torch.tensor([len(piece) for piece in pieces])
+    cache, real_BT, length_B = memory or (None, torch.zeros(B, 0, dtype=torch.bool), torch.zeros_like(piece_B))
+    visible = torch.cat([real_BT[:, None].expand(B, K, -1), visible_BKK], -1)
+    hidden_BKH, cache = forward(actor.base_model, ids, length_B[:, None] + position, visible, cache, use_cache=True)
+    real_BT = torch.cat([real_BT, torch.arange(K) < piece_B[:, None]], 1)
+    return hidden_BKH, (cache, real_BT, length_B + piece_B)
+
+
+def sample(actor, tokenizer, cache, hidden_BNH, visible_BNT, start_BN, open_BN, args: Args, generator, greedy=False):
+    """Writes an utterance in N states of each of B cached dialogues: their token ids [B][N], and log-probs [B, N].
+
+    `hidden_BNH` is the last hidden state before it, `visible_BNT` what it sees of the cache, `start_BN` its first
+    position, `open_BN` where one is asked for.
+    """
+    (B, N), size = start_BN.shape, len(actor.get_output_embeddings().weight)
+    enders, tokens, logps, counts = turn_enders(tokenizer, size), [], [], []
     for step in range(args.max_action_tokens):
         if step > 0:
             visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
@@ -456,41 +467,72 @@ def sample(actor, tokenizer, trunks, states, args: Args, generator, greedy=False
             token_BN = logp_BNV.argmax(-1)
         else:  # the first token whose cumulative probability exceeds a uniform number
             u_BN1 = torch.rand(B, N, 1, generator=generator, device=generator.device)
-            token_BN = (logp_BNV.exp().cumsum(-1) < u_BN1).sum(-1).clamp(max=logp_BNV.shape[-1] - 1)
+            token_BN = (logp_BNV.exp().cumsum(-1) < u_BN1).sum(-1).clamp(max=size - 1)
         logps.append(logp_BNV.gather(-1, token_BN[..., None])[..., 0].cpu())
         tokens.append(token_BN.cpu())
         counts.append(open_BN)
         open_BN = open_BN & ~enders[tokens[-1]]
         if not open_BN.any():
             break
-    tokens_SL, logp_SL, counts_SL = (torch.stack(x, -1)[row_S, slot_S] for x in (tokens, logps, counts))
-    utterances = [row[count].tolist() for row, count in zip(tokens_SL, counts_SL, strict=True)]
-    return utterances, (logp_SL * counts_SL).sum(-1)
+    tokens_BNL, logp_BNL, counts_BNL = (torch.stack(x, -1) for x in (tokens, logps, counts))
+    written = [[tokens_BNL[b, n][counts_BNL[b, n]].tolist() for n in range(N)] for b in range(B)]
+    return written, (logp_BNL * counts_BNL).sum(-1)
 
 
+@torch.no_grad()
 def rollout(actor, tokenizer, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep. Returns the trajectories and -log pi of every utterance."""
+    """Plays all worlds to their end, in lockstep. Returns the trajectories and -log pi of every utterance.
+
+    Where the history only grows, the key-value cache is kept across turns, and a turn reads only what is new.
+    """
     worlds.reset(seeds=seeds, indices=indices)
     action_ids, nll, append_only = [[] for _ in worlds.envs], [], worlds.envs[0].append_only
-    while alive := worlds.alive():
+    alive, memory = worlds.alive(), None
+    while alive:
         played = [Trajectory(**worlds.dialogues[i], action_ids=action_ids[i]) for i in alive]
         trunks = [lay_out([t], tokenizer, append_only)[0][-1] for t in played]
-        states = [(row, len(trunk)) for row, trunk in enumerate(trunks)]
-        utterances, logp_S = sample(actor, tokenizer, trunks, states, args, generator, greedy)
-        for i, ids in zip(alive, utterances, strict=True):
+        known = memory[2].tolist() if memory else [0] * len(alive)
+        pieces = [trunk[n:] for trunk, n in zip(trunks, known, strict=True)]
+        hidden_BKH, memory = prefill(actor, pieces, memory)
+        cache, real_BT, length_B = memory
+        last_BH = hidden_BKH[range(len(alive)), [len(piece) - 1 for piece in pieces]]
+        before = last_BH[:, None], real_BT[:, None], length_B[:, None], torch.ones(len(alive), 1, dtype=torch.bool)
+        written, logp_BN = sample(actor, tokenizer, cache, *before, args, generator, greedy)
+        nll += (-logp_BN[:, 0]).tolist()
+        for i, (ids,) in zip(alive, written, strict=True):
             action_ids[i].append(ids)
-        nll += (-logp_S).tolist()
         worlds.step([spoken(tokenizer, ids[-1]) for ids in action_ids])  # those that have ended stay as they are
+        kept = [b for b, i in enumerate(alive) if i in worlds.alive()]
+        alive, memory = [alive[b] for b in kept], None
+        if append_only and alive:
+            if spare := cache.get_seq_length() - real_BT.shape[1]:
+                cache.crop(-spare)  # the utterances: the next turn reads what the world took of them
+            cache.batch_select_indices(torch.tensor(kept, device=actor.device))
+            memory = cache, real_BT[kept], length_B[kept]
     return [Trajectory(**d, action_ids=ids) for d, ids in zip(worlds.dialogues, action_ids, strict=True)], nll
 
 
+@torch.no_grad()
 def fresh_utterances(actor, tokenizer, trajectories, append_only, args: Args, generator, chunk=32):
-    """One new utterance of the current actor in every state of every trajectory, as token ids."""
+    """One new utterance of the current actor in every state of every trajectory, as token ids.
+
+    All states of a trunk share one prefill of it.
+    """
     fresh = []
     for first in range(0, len(trajectories), chunk):
         part = trajectories[first : first + chunk]
-        written = iter(sample(actor, tokenizer, *lay_out(part, tokenizer, append_only), args, generator)[0])
-        fresh += [[next(written) for _ in t.observations] for t in part]
+        trunks, states = lay_out(part, tokenizer, append_only)
+        row_S, length_S = torch.tensor(states).T.contiguous()
+        slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
+        B, N = len(trunks), int(slot_S.max()) + 1
+        start_BN, open_BN = torch.ones(B, N, dtype=torch.long), torch.zeros(B, N, dtype=torch.bool)
+        start_BN[row_S, slot_S], open_BN[row_S, slot_S] = length_S, True
+        hidden_BTH, (cache, real_BT, _) = prefill(actor, trunks)
+        hidden_BNH = hidden_BTH[torch.arange(B)[:, None], start_BN - 1]
+        visible_BNT = torch.arange(real_BT.shape[1]) < start_BN[..., None]
+        written, _ = sample(actor, tokenizer, cache, hidden_BNH, visible_BNT, start_BN, open_BN, args, generator)
+        in_order = iter([written[row][slot] for row, slot in zip(row_S, slot_S, strict=True)])
+        fresh += [[next(in_order) for _ in t.observations] for t in part]
     return fresh
 
 
@@ -703,8 +745,7 @@ def main(args: Args) -> dict[str, float]:
     if args.resume:
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
-        optimizer.param_groups[0]["lr"] = args.actor_lr  # the saved state has brought back the old ones
-        critic_optimizer.param_groups[0]["lr"] = args.critic_lr
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # the saved state has brought back the old one
         rng.bit_generator.state = state["rng"][0]
         generator.set_state(state["rng"][1].cpu())
         keep_until(run / "metrics.jsonl", state["iteration"])
@@ -746,6 +787,8 @@ def main(args: Args) -> dict[str, float]:
         state["critic_updates"] += args.critic_updates
 
         # 3. the actor, on utterances of its own
+        share = 1 - state["iteration"] / args.iterations if args.anneal_lr else 1.0
+        optimizer.param_groups[0]["lr"] = args.actor_lr * share  # D9
         for _ in range(args.actor_updates if state["critic_updates"] > args.critic_warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
             fresh = fresh_utterances(actor, tokenizer, batch, append_only, args, generator)

@@ -423,11 +423,13 @@ def scripted(
     observation: str,
     rng: random.Random,
     words: int = ALL,
-    broad: int = 16,
-    guess: float = 0.25,
+    broad: int = 25,
+    guess: float = 0.6,
     garbled: float = 0.04,
 ) -> str:
-    """Asks without a plan, but never what it could know: the player of the demonstrations.
+    """Asks without a plan and guesses too early, yet never what it could know: the player of the demonstrations.
+
+    It returns -14.2 and finds 75 % of the words (with guess=0: -9.6 and 99 %), which leaves a learner room.
 
     Draws any question whose answer is still open and that is true of at least `broad` words of the table, or guesses
     any word still possible: with the probability `guess`, and always when at most two are left or no question is.

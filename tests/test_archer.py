@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -156,6 +155,7 @@ def small(**changes) -> archer.Args:
             "critic_batch": 3,
             "critic_pool": 4,
             "critic_warmup": 0,
+            "actor_updates": 1,
             "actor_batch": 3,
             "eval_every": 2,
             "eval_episodes": 4,
@@ -442,10 +442,11 @@ def test_sampled_logp_of_fresh_utterances_is_the_plain_logp(actor, tokenizer, wo
 
     monkeypatch.setattr(archer, "sample", listen)
     fresh = fresh_for(played, actor, tokenizer, append_only, temperature=temperature)
-    ((written, logp_S),) = drawn
+    ((written, logp_BN),) = drawn
+    drawn = [pair for row in zip(written, logp_BN.tolist(), strict=True) for pair in zip(*row, strict=True) if pair[0]]
     flat = [(t, k, ids) for t, row in zip(played, fresh, strict=True) for k, ids in enumerate(row)]
-    assert written == [ids for _, _, ids in flat]
-    for (t, k, ids), logp in zip(flat, logp_S.tolist(), strict=True):
+    assert [ids for ids, _ in drawn] == [ids for _, _, ids in flat]
+    for (t, k, ids), (_, logp) in zip(flat, drawn, strict=True):
         expected = plain_logps(actor, contexts(t, tokenizer, append_only)[k], ids, temperature)
         assert logp == pytest.approx(sum(expected), abs=1e-5)
 
@@ -467,11 +468,13 @@ def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     before = archer.encode(tokenizer, "red: ")
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([before])).logits[0, -1].double() / 0.7).softmax(-1)
-    states, generator = [(0, len(before))] * N, torch.Generator().manual_seed(1)
-    written, logp_S = archer.sample(actor, tokenizer, [before], states, args, generator)
-    tokens = torch.tensor(written)
+        hidden, (cache, real, length) = archer.prefill(actor, [before])
+        states = hidden[:, -1:].expand(1, N, -1), real[:, None].expand(1, N, -1), length[:, None].expand(1, N)
+        everywhere, generator = torch.ones(1, N, dtype=torch.bool), torch.Generator().manual_seed(1)
+        written, logp_BN = archer.sample(actor, tokenizer, cache, *states, everywhere, args, generator)
+    tokens = torch.tensor(written[0])
     assert tokens.shape == (N, 1)
-    assert torch.allclose(logp_S.double(), p.log()[tokens[:, 0]], atol=1e-5)
+    assert torch.allclose(logp_BN[0].double(), p.log()[tokens[:, 0]], atol=1e-5)
     seen, expected = torch.bincount(tokens.flatten(), minlength=len(p)).double(), N * p
     rare = expected < 5  # too few for a chi-square: they make one class together
     seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
@@ -579,6 +582,20 @@ def test_padding_is_as_no_padding(actor, tokenizer):
             alone = actor.base_model(input_ids=torch.tensor([pieces[i] + more[i]])).last_hidden_state[0]
         assert torch.allclose(hidden[i, : len(pieces[i])], alone[: len(pieces[i])], atol=1e-5)
         assert torch.allclose(hidden[i, columns[i]], alone[len(pieces[i]) - 1 :], atol=1e-5)
+
+
+def test_a_cache_read_in_two_pieces_is_one_text(actor, tokenizer):
+    """`prefill` pads on the right, so that a cache has gaps: nobody sees them, and no position counts them."""
+    texts = [("red: ", "ant yes\nblue: "), ("red: ant yes\nblue: cow no\ngreen: ", "dog"), ("", "white: dog yes\n")]
+    first, second = ([archer.encode(tokenizer, text) for text in column] for column in zip(*texts, strict=True))
+    first[2] = [7]
+    with torch.no_grad():
+        _, memory = archer.prefill(actor, first)
+        hidden, (_, real, length) = archer.prefill(actor, second, memory)
+        for i in range(3):
+            alone = actor.base_model(input_ids=torch.tensor([first[i] + second[i]])).last_hidden_state[0]
+            assert torch.allclose(hidden[i, : len(second[i])], alone[len(first[i]) :], atol=1e-5)
+            assert length[i] == real[i].sum() == len(alone)
 
 
 def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
@@ -922,6 +939,29 @@ def test_warm_start_learns_the_words_and_their_end(tokenizer):
     assert np.mean(nll) == pytest.approx(math.log(4), rel=0.2)  # one of four words, and then surely the end
 
 
+def test_warm_start_learns_the_replies(tokenizer):
+    """D7: read behind the end of the turn, where the critic reads Q; without it they stay unknown."""
+    keys = ("observations", "actions", "rewards", "terminated", "answer")
+    demonstrations = [archer.Trajectory(**{key: d[key] for key in keys}) for d in Toy().demonstrations(400, seed=0)]
+    nll = {}
+    for switch in (True, False):
+        torch.manual_seed(0)
+        args = small(warm_start_epochs=3, warm_start_lr=1e-2, warm_start_replies=switch)
+        actor, own = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
+        archer.warm_start(actor, own, demonstrations, True, args, np.random.default_rng(0))
+        total = 0.0
+        for t in demonstrations[:20]:
+            for k, reply in enumerate(envs.replies(t.observations, t.actions)):
+                before = (
+                    archer.encode(own, t.observations[k]) + archer.encode(own, t.actions[k]) + archer.encode(own, "\n")
+                )
+                ids = archer.encode(own, reply)
+                logits = actor(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1]
+                total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
+        nll[switch] = total / sum(len(t) for t in demonstrations[:20])
+    assert nll[True] < math.log(4) + 0.8 < nll[False]  # which clue comes next, and whether the word was right
+
+
 # ------------------------------------------------------------------------------------------ --dataset
 
 
@@ -1142,7 +1182,7 @@ def test_a_checkpoint_is_whole_and_loads_elsewhere(finished):
 )
 def test_2n_iterations_are_n_and_n_resumed(tmp_path, folders, changes):
     """To the bit. Fails for whatever is not in the checkpoint: random states, optimisers, target, sampled tokens."""
-    changes = {key: folders.get(value, value) for key, value in changes.items()}
+    changes = {key: folders.get(value, value) for key, value in changes.items()} | {"anneal_lr": False}
     whole, _ = go(tmp_path / "whole", iterations=4, eval_every=1, **changes)
     half, _ = go(tmp_path / "half", iterations=2, eval_every=1, **changes)
     archer.main(small(resume=half, runs=tmp_path / "half", iterations=4, eval_every=1, **changes))
@@ -1170,6 +1210,15 @@ def test_resumed_with_another_learning_rate(tmp_path):
     archer.main(small(resume=run, runs=tmp_path, iterations=3, **rates))
     for old, new in zip(before, (weights("actor"), weights("critic")), strict=True):
         assert (old - new).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("anneal_lr", "share"), [(True, 0.25), (False, 1.0)])
+def test_the_actors_learning_rate_falls_to_zero(tmp_path, anneal_lr, share):
+    """D9: in the last of four iterations a quarter is left; the critic's does not fall."""
+    run, _ = go(tmp_path, iterations=4, actor_lr=1e-3, critic_lr=2e-3, anneal_lr=anneal_lr)
+    modules = torch.load(archer.newest_checkpoint(str(run), "--resume") / "state.pt", weights_only=True)["modules"]
+    rates = [modules[name]["param_groups"][0]["lr"] for name in ("optimizer", "critic_optimizer")]
+    assert rates == [pytest.approx(share * 1e-3), 2e-3]
 
 
 # -------------------------------------------------------------------- the program: killed, stopped, misused
@@ -1294,9 +1343,11 @@ def test_no_dialogue_is_read_beyond_the_context(actor, tokenizer, capfd):
     args, generator = small(max_action_tokens=40), torch.Generator().manual_seed(0)
     actor.lm_head.bias.data[archer.encode(tokenizer, "a")[0]] = 1e3  # it goes on and on
     stops(capfd, lambda: archer.score(actor, [[5] * 1025], [(0, 1, [5])], 1.0), "1025", "1024")
-    for long in ([5] * 1025, [5] * 1020):
-        sample = partial(archer.sample, actor, tokenizer, [long], [(0, len(long))], args, generator)
-        stops(capfd, sample, "1025", "1024")
+    stops(capfd, lambda: archer.prefill(actor, [[5] * 1025]), "1025", "1024")
+    with torch.no_grad():
+        hidden, (cache, real, length) = archer.prefill(actor, [[5] * 1020])
+    state = hidden[:, -1:], real[:, None], length[:, None], torch.ones(1, 1, dtype=torch.bool)
+    stops(capfd, lambda: archer.sample(actor, tokenizer, cache, *state, args, generator), "1025", "1024")
 
 
 def test_a_dialogue_longer_than_the_context_is_one_line(tmp_path, capfd, tokenizer):

@@ -100,9 +100,9 @@ def test_the_two_policies_have_different_values():
 def test_V_of_a_frozen_actor_is_its_mean_return(world):
     """At the first turn, within 10 % of the Monte-Carlo mean; by td, from a start far off.
 
-    For a single task, whose mean is known less well, within 20 %: it is not one number for all of them.
+    For a single task within 0.2: their means lie 0.7 apart, so that one number for all of them fails.
     """
-    args = small(env=world.id, warm_start_epochs=3, warm_start_lr=1e-2, gamma=0.95, critic_lr=1e-3)
+    args = small(env=world.id, layers=2, width=64, warm_start_epochs=3, warm_start_lr=1e-2, critic_lr=1e-3)
     torch.manual_seed(0)
     made = world().demonstrations(400, seed=0)
     keys = ("observations", "actions", "rewards", "terminated", "answer")
@@ -114,12 +114,12 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world):
     target = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
-    for step in range(40):  # as `main` does it: a pool, its fresh utterances, and many updates with both
+    for step in range(60):  # as `main` does it: a pool, its fresh utterances, and many updates with both
         pool = [played[i] for i in rng.integers(len(played), size=64)]
         options = (pool, world.append_only, args, generator)
         fresh = archer.fresh_utterances(actor, tokenizer, *options)
         said = [[archer.spoken(tokenizer, ids) for ids in row] for row in fresh]
-        optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 40))
+        optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 60))
         for _ in range(20):
             batch = rng.integers(len(pool), size=16)
             part, texts = [pool[i] for i in batch], [said[i] for i in batch]
@@ -129,7 +129,7 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world):
     with torch.no_grad():
         values = [critic(played[task : task + 1], [0], ["ant"])[0][0].mean().item() for task in range(4)]
     assert np.mean(values) == pytest.approx(np.mean(means), rel=0.1)
-    assert values == pytest.approx(means, rel=0.2)
+    assert max(means) - min(means) > 0.6 and values == pytest.approx(means, abs=0.2)
 
 
 # ---------------------------------------------------------------------------------------- learning
