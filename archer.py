@@ -717,6 +717,15 @@ def main(args: Args) -> dict[str, float]:
         demonstrations = read_demonstrations(args, worlds.envs[0])
         actor, tokenizer = make_actor(args, args.actor, [t.observations[-1] for t in demonstrations[:3000]])
         warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
+
+    interrupted = []
+
+    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
+        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
+
+    signal.signal(signal.SIGINT, interrupt)
+
+    if not args.resume:
         evaluation = evaluate(actor, tokenizer, args)
         buffer, _ = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0}
@@ -755,12 +764,6 @@ def main(args: Args) -> dict[str, float]:
     if not args.resume:
         checkpoint_now()
     print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
-    interrupted = []
-
-    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
-        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
-
-    signal.signal(signal.SIGINT, interrupt)
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
