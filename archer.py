@@ -33,8 +33,8 @@ Differs from the paper (docs/archer.md says more):
       after 400 updates the critic's advantages correlated 0.4 with those by exact counting, without it 0.15.
   D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 3 tokens a turn instead
       of 9. With 4 already, a warm start of equal time solved 61 % instead of 18 % (one seed).
-  D9  The actor's learning rate falls linearly to zero (--no-anneal-lr): the last, small steps win back what noise of
-      sampling and errors of the critic have worn away.
+  D9  The actor's learning rate falls linearly to zero (--no-anneal-lr): small last steps, so that noise of sampling
+      and errors of the critic wear away less of what the warm start knows.
 From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
 one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
