@@ -20,21 +20,17 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
   E4  A(s,a) - Vtok(s,a_<i): a baseline for each token             Eq. 4       reinforce_loss
   E5  Vtok(s,a_<i) <- A(s,a)                                       Eq. 5       baseline_loss
   E6  V(s)   <- upper expectile of Qbar(s,a) over the data         sec. 3.5    value_loss
-Differs from the paper (docs/archer.md says more):
+Differs from the paper (docs/archer.md has the reasons at length):
   D1  A KL penalty to the warm-started actor (--kl 0): else it drifts to gibberish, which a young critic over-values.
   D2  The critic is a decoder and starts as the warm-started actor (--critic roberta-base); sec. 5.5 finds both equal.
   D3  Advantages minus their batch mean (--no-center): zero over a ~ pi, but not where Q and V disagree.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
   D5  A tiny GPT-2 trained here (--actor gpt2), with measured learning rates. Table 3's 3e-4 and 6e-4 are 32 times the
       released 1e-5 and 2e-5, as the authors sum the gradients of 32 micro-batches, and Adam does not care for scale.
-  D6  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees. With a
-      bootstrap there, V was -15.4 at the first turn where the Monte-Carlo return was -11.3.
-  D7  The warm start learns to foresee replies, too (--no-warm-start-replies), and with them what a question reveals:
-      after 400 updates the critic's advantages correlated 0.4 with those by exact counting, without it 0.15.
-  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 3 tokens a turn instead
-      of 9. With 4 already, a warm start of equal time solved 61 % instead of 18 % (one seed).
-  D9  The actor's learning rate falls linearly to zero (--no-anneal-lr): small last steps, so that noise of sampling
-      and errors of the critic wear away less of what the warm start knows.
+  D6  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees.
+  D7  The warm start learns to foresee replies, too (--no-warm-start-replies), and so what a question reveals.
+  D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 3 tokens a turn, not 9.
+  D9  The actor's learning rate falls linearly to zero (--no-anneal-lr): the last steps undo less of the warm start.
 From the authors' code: sampled tokens, their end of turn included, are kept until the loss; sampler and scorer are
 one distribution; padding cannot leak into positions; the gradients of actor and critic are clipped apart.
 """
@@ -154,7 +150,7 @@ METRICS = {
 
 def stop(message: str):
     """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
-    print(f"archer.py: {message}", file=sys.stderr)
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -388,7 +384,7 @@ def load(auto, source: str, flag: str):
 
 
 def make_actor(args: Args, source: str, texts: list[str]):
-    """The actor and its tokenizer; `source` is tiny, a name or a folder, `texts` train the tiny one's vocabulary."""
+    """The actor, with its tokenizer; `source` is tiny, a name or a folder, `texts` train the tiny one's vocabulary."""
     if source == "tiny":  # D5
         tokenizer = make_tokenizer(texts, args.vocabulary, args.superwords)
         config = transformers.GPT2Config(
@@ -400,11 +396,13 @@ def make_actor(args: Args, source: str, texts: list[str]):
         actor = transformers.AutoModelForCausalLM.from_config(config)
     else:
         actor, tokenizer = load(transformers.AutoModelForCausalLM, source, "--actor")
-    return actor.to(args.device, getattr(torch, args.dtype)).eval(), tokenizer  # eval: no dropout, ever
+    actor.tokenizer = tokenizer
+    return actor.to(args.device, getattr(torch, args.dtype)).eval()  # eval: no dropout, ever
 
 
-def make_critic(args: Args, source: str, actor, tokenizer, append_only: bool, value: float) -> Critic:
+def make_critic(args: Args, source: str, actor, append_only: bool, value: float) -> Critic:
     """The critic; `source` is tiny, tiny-cls, a name or a folder."""
+    tokenizer = actor.tokenizer
     if source == "tiny":
         body = copy.deepcopy(actor.base_model)  # D2
     elif source == "tiny-cls":
@@ -435,52 +433,55 @@ def turn_enders(tokenizer, size: int) -> torch.Tensor:
     return torch.tensor([token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token]) for token in range(size)])
 
 
-def prefill(actor, pieces: list[list[int]], memory=None):
-    """Lets B dialogues read a piece of text each, behind what `memory` holds of them (None: nothing yet).
+def speak(actor, trunks, states, args: Args, generator, greedy: bool = False, memory=None):
+    """Samples an utterance in each of S states, given as (trunk, number of the trunk's tokens before it).
 
-    Returns hidden states [B, K, H] of the pieces, padded on the right, and the memory that now has them, too: the
-    key-value cache, which of its columns are no padding [B, T], and the number of each dialogue's tokens [B].
+    A trunk is read once for all its states, and only behind what `memory` holds of it: the key-value cache of all B
+    trunks, and which of the cache's columns are no padding [B, T]. Returns token ids [S][...], log-probs [S] and the
+    memory of the whole trunks.
     """
+    B, (row_S, length_S) = len(trunks), torch.tensor(states).T.contiguous()
+    cache, real_BT = memory or (None, torch.zeros(B, 0, dtype=torch.bool))
+    known_B1 = real_BT.sum(1, keepdim=True)
+    pieces = [trunk[n:] for trunk, n in zip(trunks, known_B1[:, 0].tolist(), strict=True)]
     ids, position, visible_BKK, _ = pack(pieces, [])
-    (B, K), piece_B = ids.shape, torch.tensor([len(piece) for piece in pieces])
-    cache, real_BT, length_B = memory or (None, torch.zeros(B, 0, dtype=torch.bool), torch.zeros_like(piece_B))
-    visible = torch.cat([real_BT[:, None].expand(B, K, -1), visible_BKK], -1)
-    hidden_BKH, cache = forward(actor.base_model, ids, length_B[:, None] + position, visible, cache, use_cache=True)
-    real_BT = torch.cat([real_BT, torch.arange(K) < piece_B[:, None]], 1)
-    return hidden_BKH, (cache, real_BT, length_B + piece_B)
+    visible = torch.cat([real_BT[:, None].expand(-1, ids.shape[1], -1), visible_BKK], -1)
+    hidden_BKH, cache = forward(actor.base_model, ids, known_B1 + position, visible, cache, use_cache=True)
+    new_BK = torch.arange(ids.shape[1]) < torch.tensor([[len(piece)] for piece in pieces])
+    real_BT = torch.cat([real_BT, new_BK], 1)
 
-
-def sample(actor, tokenizer, cache, hidden_BNH, visible_BNT, start_BN, open_BN, args: Args, generator, greedy=False):
-    """Writes an utterance in N states of each of B cached dialogues: their token ids [B][N], and log-probs [B, N].
-
-    `hidden_BNH` is the last hidden state before it, `visible_BNT` what it sees of the cache, `start_BN` its first
-    position, `open_BN` where one is asked for.
-    """
-    (B, N), size = start_BN.shape, len(actor.get_output_embeddings().weight)
-    enders, tokens, logps, counts = turn_enders(tokenizer, size), [], [], []
-    for step in range(args.max_action_tokens):
-        if step > 0:
+    slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
+    N = int(slot_S.max()) + 1
+    start_BN, open_BN = (known_B1 + 1).repeat(1, N), torch.zeros(B, N, dtype=torch.bool)
+    start_BN[row_S, slot_S], open_BN[row_S, slot_S] = length_S, True
+    hidden_BNH = hidden_BKH[torch.arange(B)[:, None], start_BN - known_B1 - 1]
+    visible_BNT = real_BT[:, None] & (real_BT.cumsum(1)[:, None] <= start_BN[..., None])
+    head, (tokens, logps, counts) = actor.get_output_embeddings(), ([], [], [])
+    enders = turn_enders(actor.tokenizer, len(head.weight))
+    while open_BN.any() and len(tokens) < args.max_action_tokens:
+        if tokens:
             visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
-            hidden_BNH, cache = forward(actor.base_model, tokens[-1], start_BN + step - 1, visible_BNT, cache, True)
-        logp_BNV = (actor.get_output_embeddings()(hidden_BNH).float() / args.temperature).log_softmax(-1)
+            position = start_BN + len(tokens) - 1
+            hidden_BNH, cache = forward(actor.base_model, tokens[-1], position, visible_BNT, cache, use_cache=True)
+        logp_BNV = (head(hidden_BNH).float() / args.temperature).log_softmax(-1)
         if greedy:
             token_BN = logp_BNV.argmax(-1)
         else:  # the first token whose cumulative probability exceeds a uniform number
             u_BN1 = torch.rand(B, N, 1, generator=generator, device=generator.device)
-            token_BN = (logp_BNV.exp().cumsum(-1) < u_BN1).sum(-1).clamp(max=size - 1)
+            token_BN = (logp_BNV.exp().cumsum(-1) < u_BN1).sum(-1).clamp(max=len(enders) - 1)
         logps.append(logp_BNV.gather(-1, token_BN[..., None])[..., 0].cpu())
         tokens.append(token_BN.cpu())
         counts.append(open_BN)
         open_BN = open_BN & ~enders[tokens[-1]]
-        if not open_BN.any():
-            break
-    tokens_BNL, logp_BNL, counts_BNL = (torch.stack(x, -1) for x in (tokens, logps, counts))
-    written = [[tokens_BNL[b, n][counts_BNL[b, n]].tolist() for n in range(N)] for b in range(B)]
-    return written, (logp_BNL * counts_BNL).sum(-1)
+    if spare := cache.get_seq_length() - real_BT.shape[1]:
+        cache.crop(-spare)  # the utterances: the next turn reads what the world took of them
+    tokens_SL, logp_SL, counts_SL = (torch.stack(x, -1)[row_S, slot_S] for x in (tokens, logps, counts))
+    written = [ids[is_own].tolist() for ids, is_own in zip(tokens_SL, counts_SL, strict=True)]
+    return written, (logp_SL * counts_SL).sum(-1), (cache, real_BT)
 
 
 @torch.no_grad()
-def rollout(actor, tokenizer, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
+def rollout(actor, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep. Returns the trajectories and -log pi of every utterance.
 
     Where the history only grows, the key-value cache is kept across turns, and a turn reads only what is new.
@@ -490,48 +491,28 @@ def rollout(actor, tokenizer, worlds, args: Args, generator, seeds=None, indices
     alive, memory = worlds.alive(), None
     while alive:
         played = [Trajectory(**worlds.dialogues[i], action_ids=action_ids[i]) for i in alive]
-        trunks = [lay_out([t], tokenizer, append_only)[0][-1] for t in played]
-        known = memory[2].tolist() if memory else [0] * len(alive)
-        pieces = [trunk[n:] for trunk, n in zip(trunks, known, strict=True)]
-        hidden_BKH, memory = prefill(actor, pieces, memory)
-        cache, real_BT, length_B = memory
-        last_BH = hidden_BKH[range(len(alive)), [len(piece) - 1 for piece in pieces]]
-        before = last_BH[:, None], real_BT[:, None], length_B[:, None], torch.ones(len(alive), 1, dtype=torch.bool)
-        written, logp_BN = sample(actor, tokenizer, cache, *before, args, generator, greedy)
-        nll += (-logp_BN[:, 0]).tolist()
-        for i, (ids,) in zip(alive, written, strict=True):
+        trunks = [lay_out([t], actor.tokenizer, append_only)[0][-1] for t in played]
+        states = [(b, len(trunk)) for b, trunk in enumerate(trunks)]
+        written, logp_B, (cache, real_BT) = speak(actor, trunks, states, args, generator, greedy, memory)
+        nll += (-logp_B).tolist()
+        for i, ids in zip(alive, written, strict=True):
             action_ids[i].append(ids)
-        worlds.step([spoken(tokenizer, ids[-1]) for ids in action_ids])  # those that have ended stay as they are
-        kept = [b for b, i in enumerate(alive) if i in worlds.alive()]
-        alive, memory = [alive[b] for b in kept], None
+        worlds.step([spoken(actor.tokenizer, ids[-1]) for ids in action_ids])  # those that have ended stay as they are
+        before, alive, memory = alive, worlds.alive(), None
         if append_only and alive:
-            if spare := cache.get_seq_length() - real_BT.shape[1]:
-                cache.crop(-spare)  # the utterances: the next turn reads what the world took of them
+            kept = [before.index(i) for i in alive]
             cache.batch_select_indices(torch.tensor(kept, device=actor.device))
-            memory = cache, real_BT[kept], length_B[kept]
+            memory = cache, real_BT[kept]
     return [Trajectory(**d, action_ids=ids) for d, ids in zip(worlds.dialogues, action_ids, strict=True)], nll
 
 
 @torch.no_grad()
-def fresh_utterances(actor, tokenizer, trajectories, append_only, args: Args, generator, chunk=32):
-    """One new utterance of the current actor in every state of every trajectory, as token ids.
-
-    All states of a trunk share one prefill of it.
-    """
+def fresh_utterances(actor, trajectories, append_only: bool, args: Args, generator, chunk: int = 32):
+    """One new utterance of the current actor in every state of every trajectory, as token ids."""
     fresh = []
     for first in range(0, len(trajectories), chunk):
         part = trajectories[first : first + chunk]
-        trunks, states = lay_out(part, tokenizer, append_only)
-        row_S, length_S = torch.tensor(states).T.contiguous()
-        slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
-        B, N = len(trunks), int(slot_S.max()) + 1
-        start_BN, open_BN = torch.ones(B, N, dtype=torch.long), torch.zeros(B, N, dtype=torch.bool)
-        start_BN[row_S, slot_S], open_BN[row_S, slot_S] = length_S, True
-        hidden_BTH, (cache, real_BT, _) = prefill(actor, trunks)
-        hidden_BNH = hidden_BTH[torch.arange(B)[:, None], start_BN - 1]
-        visible_BNT = torch.arange(real_BT.shape[1]) < start_BN[..., None]
-        written, _ = sample(actor, tokenizer, cache, hidden_BNH, visible_BNT, start_BN, open_BN, args, generator)
-        in_order = iter([written[row][slot] for row, slot in zip(row_S, slot_S, strict=True)])
+        in_order = iter(speak(actor, *lay_out(part, actor.tokenizer, append_only), args, generator)[0])
         fresh += [[next(in_order) for _ in t.observations] for t in part]
     return fresh
 
@@ -548,7 +529,7 @@ def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -
     return norm.item()
 
 
-def warm_start(actor, tokenizer, demonstrations: list[Trajectory], append_only: bool, args: Args, rng) -> None:
+def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args: Args, rng) -> None:
     """Supervised learning of the demonstrations' utterances, their ends of turn included."""
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
     orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
@@ -556,8 +537,8 @@ def warm_start(actor, tokenizer, demonstrations: list[Trajectory], append_only: 
     for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
-        part, end = [demonstrations[i] for i in batch], encode(tokenizer, "\n")
-        said = [encode(tokenizer, action) + end for t in part for action in t.actions]
+        part, tokenizer = [demonstrations[i] for i in batch], actor.tokenizer
+        said = [encode(tokenizer, action) + encode(tokenizer, "\n") for t in part for action in t.actions]
         if args.warm_start_replies:  # D7
             replies = [encode(tokenizer, reply) for t in part for reply in envs.replies(t.observations, t.actions)]
             said = [ids + reply for ids, reply in zip(said, replies, strict=True)]
@@ -604,9 +585,10 @@ def critic_update(critic, target, optimizer, trajectories, fresh, args: Args) ->
     return metrics | {"critic/bias": error_N[first_turns].mean().item()}
 
 
-def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, trajectories, fresh, append_only, args):
+def actor_update(actor, start_actor, critic, baseline, optimizer, trajectories, fresh, append_only, args):
     """One step on E3 with utterances just sampled in replayed states, `fresh`, as token ids."""
-    acted, (trunks, states) = states_acted(trajectories), lay_out(trajectories, tokenizer, append_only)
+    acted, tokenizer = states_acted(trajectories), actor.tokenizer
+    trunks, states = lay_out(trajectories, tokenizer, append_only)
     sampled = [ids for row in fresh for ids in row[:-1]]  # none of what could be said after the end
     utterances = [(*states[s], ids) for s, ids in zip(acted, sampled, strict=True)]
     with torch.no_grad():
@@ -633,19 +615,22 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, tokenizer, tra
 
 
 # ---------------------------------------------------------- 7. evaluation
-def evaluate(actor, tokenizer, args: Args) -> dict[str, float]:
+def evaluate(actor, args: Args) -> dict[str, float]:
     """Every task of the world, sampled and greedy, always from the same seed: evaluations compare."""
     tasks, metrics = list(range(envs.make(args.env).num_tasks)), {}
     for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
         indices, generator = tasks * passes, torch.Generator(args.device).manual_seed(0)
         worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))
-        played, _ = rollout(actor, tokenizer, worlds, args, generator, seeds, indices, suffix == "_greedy")
+        played, _ = rollout(actor, worlds, args, generator, seeds, indices, suffix == "_greedy")
         figures = envs.summarise([vars(t) for t in played])
         metrics |= {f"eval/{key}{suffix}": figures[key] for key in ("return", "success")}
     return metrics
 
 
 # ---------------------------------------------------------- 8. save and resume
+LOGS = ("metrics.jsonl", "rollouts.jsonl")  # in the folder of a run, a line an iteration or a dialogue
+
+
 def write(path: Path, records: list[dict], indent: int | None = None) -> None:
     """JSON, a line each. The file appears whole or not at all: it is written under another name, then renamed."""
     temporary = path.with_name(path.name + ".tmp")
@@ -653,25 +638,20 @@ def write(path: Path, records: list[dict], indent: int | None = None) -> None:
     temporary.replace(path)
 
 
-def append(path: Path, record: dict) -> None:
-    """One more line of JSON."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+def read(path: Path) -> list[dict]:
+    """What `write` has written, a record a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def keep_until(path: Path, iteration: int) -> None:
-    """Drops from a log what was written after the checkpoint of an iteration, half a line at the end included."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    write(path, [record for record in map(json.loads, lines) if record["iteration"] <= iteration])
-
-
-def save(run: Path, state: dict, actor, tokenizer, critic: Critic, buffer: list[Trajectory]) -> None:
+def save(run: Path, state: dict, actor, critic: Critic, buffer: list[Trajectory]) -> None:
     """A checkpoint: actor and critic as Hugging Face folders, the replay buffer as text, all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    for name, part in (("actor", actor), ("actor", tokenizer), ("critic", critic.body), ("critic", critic.tokenizer)):
-        part.save_pretrained(temporary / name)
+    for name, model in (("actor", actor), ("critic", critic.body)):
+        model.save_pretrained(temporary / name)
+    actor.tokenizer.save_pretrained(temporary / "actor")
+    critic.tokenizer.save_pretrained(temporary / "critic")
     write(temporary / "replay.jsonl", [vars(t) for t in buffer])
     torch.save(state, temporary / "state.pt")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
@@ -708,15 +688,15 @@ def main(args: Args) -> dict[str, float]:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
         state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-        actor, tokenizer = make_actor(args, str(checkpoint / "actor"), [])
-        lines = (checkpoint / "replay.jsonl").read_text(encoding="utf-8").splitlines()
-        buffer = [Trajectory(**json.loads(line)) for line in lines]
+        actor = make_actor(args, str(checkpoint / "actor"), [])
+        buffer = [Trajectory(**record) for record in read(checkpoint / "replay.jsonl")]
+        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
     else:
         if args.critic not in ("tiny", "tiny-cls"):  # it is made after the warm start: better to know now
             load(transformers.AutoConfig, args.critic, "--critic")
         demonstrations = read_demonstrations(args, worlds.envs[0])
-        actor, tokenizer = make_actor(args, args.actor, [t.observations[-1] for t in demonstrations[:3000]])
-        warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
+        actor = make_actor(args, args.actor, [t.observations[-1] for t in demonstrations[:3000]])
+        warm_start(actor, demonstrations, append_only, args, rng)
 
     interrupted = []
 
@@ -726,17 +706,17 @@ def main(args: Args) -> dict[str, float]:
     signal.signal(signal.SIGINT, interrupt)
 
     if not args.resume:
-        evaluation = evaluate(actor, tokenizer, args)
-        buffer, _ = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
+        evaluation = evaluate(actor, args)
+        buffer, _ = rollout(actor, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0}
         state |= {"evaluation": evaluation, "warm_start_return": evaluation["eval/return"]}
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
-        run = Path(args.runs) / f"{args.env}__archer__{args.seed}__{now}"
+        run, logs = Path(args.runs) / f"{args.env}__archer__{args.seed}__{now}", {name: [] for name in LOGS}
 
     # --- all that learns; a checkpoint overwrites where it starts
     value = float(np.mean([mc_returns(t.rewards, args.gamma)[0] for t in buffer]))  # D4
     source = str(checkpoint / "critic") if args.resume else args.critic
-    critic = make_critic(args, source, actor, tokenizer, append_only, value)
+    critic = make_critic(args, source, actor, append_only, value)
     target, start_actor = copy.deepcopy(critic).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
     width = actor.get_output_embeddings().weight.shape[1]
     baseline = mlp(width, width, 0.0).to(args.device)
@@ -749,7 +729,7 @@ def main(args: Args) -> dict[str, float]:
         state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
         state["modules"] = {name: module.state_dict() for name, module in modules.items()}
         state["rng"] = rng.bit_generator.state, generator.get_state()  # models are made at the start: torch's own rests
-        save(run, state, actor, tokenizer, critic, buffer)
+        save(run, state, actor, critic, buffer)
 
     if args.resume:
         for name, module in modules.items():
@@ -757,10 +737,10 @@ def main(args: Args) -> dict[str, float]:
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # the saved state has brought back the old one
         rng.bit_generator.state = state["rng"][0]
         generator.set_state(state["rng"][1].cpu())
-        keep_until(run / "metrics.jsonl", state["iteration"])
-        keep_until(run / "rollouts.jsonl", state["iteration"])
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    for name in LOGS:
+        write(run / name, logs[name])
     if not args.resume:
         checkpoint_now()
     print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
@@ -771,7 +751,7 @@ def main(args: Args) -> dict[str, float]:
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began = time.time()
         # 1. dialogues of the current actor
-        played, nll = rollout(actor, tokenizer, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
+        played, nll = rollout(actor, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         buffer += played
         while sum(map(len, buffer)) > args.buffer_size and len(buffer) > 1:
             buffer.pop(0)
@@ -780,8 +760,8 @@ def main(args: Args) -> dict[str, float]:
         pool = [buffer[i] for i in rng.integers(len(buffer), size=args.critic_pool)]
         texts = [[]] * len(pool)  # the other losses know no utterances but those in the data
         if args.critic_loss == "td":
-            fresh = fresh_utterances(actor, tokenizer, pool, append_only, args, generator)
-            texts = [[spoken(tokenizer, ids) for ids in row] for row in fresh]
+            fresh = fresh_utterances(actor, pool, append_only, args, generator)
+            texts = [[spoken(actor.tokenizer, ids) for ids in row] for row in fresh]
         critic_rows, actor_rows = [], []
         for _ in range(args.critic_updates):
             batch = rng.integers(len(pool), size=args.critic_batch)
@@ -794,8 +774,8 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = args.actor_lr * share  # D9
         for _ in range(args.actor_updates if state["critic_updates"] > args.critic_warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
-            fresh = fresh_utterances(actor, tokenizer, batch, append_only, args, generator)
-            learners = actor, start_actor, critic, baseline, optimizer, tokenizer
+            fresh = fresh_utterances(actor, batch, append_only, args, generator)
+            learners = actor, start_actor, critic, baseline, optimizer
             actor_rows.append(actor_update(*learners, batch, fresh, append_only, args))
 
         # 4. the books
@@ -805,10 +785,10 @@ def main(args: Args) -> dict[str, float]:
         for rows in filter(None, (critic_rows, actor_rows)):
             metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
         if iteration % args.eval_every == 0 or iteration == args.iterations:
-            state["evaluation"] = evaluate(actor, tokenizer, args)
+            state["evaluation"] = evaluate(actor, args)
             metrics |= state["evaluation"]
         metrics["time/utterances_per_second"] = sum(map(len, played)) / (time.time() - began)
-        log(run, writer, iteration, metrics, critic, played[:4])
+        log(run, logs, writer, {"iteration": iteration} | metrics, critic, played[:4])
         if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
             checkpoint_now()
         if interrupted:
@@ -849,36 +829,39 @@ def read_demonstrations(args: Args, world) -> list[Trajectory]:
 
 
 @torch.no_grad()
-def log(run: Path, writer, iteration: int, metrics: dict[str, float], critic: Critic, played: list[Trajectory]) -> None:
+def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], critic, played: list[Trajectory]) -> None:
     """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
-    for tag, figure in metrics.items():
-        writer.add_scalar(tag, figure, iteration)
-    append(run / "metrics.jsonl", {"iteration": iteration} | metrics)
+    iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
     shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
     shown |= {"kl": "actor/kl", "entropy": "actor/entropy", "eval": "eval/return", "greedy": "eval/return_greedy"}
-    figures = [f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics]
-    tqdm.write(f"{iteration:4d}" + "".join(figures))
+    tqdm.write(line + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics))
+    for tag in metrics.keys() & METRICS.keys():
+        writer.add_scalar(tag, metrics[tag], iteration)
+    logs["metrics.jsonl"].append(metrics)
     for t in played:
         v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
-        values, turns = torch.stack([q_N2.min(-1).values, v_S2[:-1].min(-1).values], -1).tolist(), []
-        for action, reply, (q, v) in zip(t.actions, envs.replies(t.observations, t.actions), values, strict=True):
-            judged = {"Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
-            turns.append({"text": action + reply.rstrip("\n")} | judged)
+        q_N, v_N = q_N2.min(-1).values.tolist(), v_S2[:-1].min(-1).values.tolist()
+        turns = [
+            {"text": action + reply.rstrip("\n"), "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
+            for action, reply, q, v in zip(t.actions, envs.replies(t.observations, t.actions), q_N, v_N, strict=True)
+        ]
         about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards)}
-        append(run / "rollouts.jsonl", about | {"turns": turns})
+        logs["rollouts.jsonl"].append(about | {"turns": turns})
+    for name in LOGS:
+        write(run / name, logs[name])
 
 
 @torch.no_grad()
 def play(args: Args) -> None:
     """The trained agent asks, a person answers."""
     transformers.logging.disable_progress_bar()
-    actor, tokenizer = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
+    actor = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
     world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)
 
     def ask(observation: str) -> str:
         so_far = Trajectory([observation], [], [], False, "")
-        ((ids,),) = fresh_utterances(actor, tokenizer, [so_far], world.append_only, args, generator)
-        return spoken(tokenizer, ids)
+        ((ids,),) = fresh_utterances(actor, [so_far], world.append_only, args, generator)
+        return spoken(actor.tokenizer, ids)
 
     envs.play.answer(ask, world.reset(seed=args.seed)[0], world.max_turns)
 

@@ -53,25 +53,25 @@ def main(args: Args) -> None:
     append_only = worlds.envs[0].append_only
 
     demonstrations = archer.read_demonstrations(args, worlds.envs[0])
-    actor, tokenizer = archer.make_actor(args, args.actor, [t.observations[-1] for t in demonstrations])
-    archer.warm_start(actor, tokenizer, demonstrations, append_only, args, rng)
+    actor = archer.make_actor(args, args.actor, [t.observations[-1] for t in demonstrations])
+    archer.warm_start(actor, demonstrations, append_only, args, rng)
     baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
-    critic = archer.make_critic(args, args.critic, actor, tokenizer, append_only, 0.0)
+    critic = archer.make_critic(args, args.critic, actor, append_only, 0.0)
     start_actor, target = (copy.deepcopy(model).requires_grad_(False) for model in (actor, critic))
     # Learning rates of zero: every repetition does the same work.
     actor_optimizer, critic_optimizer = (torch.optim.AdamW(model.parameters(), lr=0.0) for model in (actor, critic))
 
     def play():
-        return archer.rollout(actor, tokenizer, worlds, args, generator, list(range(args.rollouts)))[0]
+        return archer.rollout(actor, worlds, args, generator, list(range(args.rollouts)))[0]
 
     def sample(batch):
-        return archer.fresh_utterances(actor, tokenizer, batch, append_only, args, generator)
+        return archer.fresh_utterances(actor, batch, append_only, args, generator)
 
     played = play()
     seen, acted = played[: args.critic_batch], played[: args.actor_batch]
-    ids, texts = sample(acted), [[archer.spoken(tokenizer, x) for x in row] for row in sample(seen)]
+    ids, texts = sample(acted), [[archer.spoken(actor.tokenizer, x) for x in row] for row in sample(seen)]
     critic_step = (critic, target, critic_optimizer, seen, texts, args)
-    actor_step = (actor, start_actor, critic, baseline, actor_optimizer, tokenizer, acted, ids, append_only, args)
+    actor_step = (actor, start_actor, critic, baseline, actor_optimizer, acted, ids, append_only, args)
     parts = {
         "rollout": lambda: sum(map(len, play())),
         "sampling for the steps": lambda: sum(map(len, sample(acted))),

@@ -195,13 +195,14 @@ def actor(tokenizer):
     head.bias.data[archer.encode(tokenizer, "\n")[0]] = 4.0
     head.bias.data[archer.encode(tokenizer, " ")[0]] = 3.0
     actor.lm_head = head
+    actor.tokenizer = tokenizer
     return actor
 
 
 def make_critic(actor, tokenizer, append_only, kind="tiny", seed=0):
     """A critic whose values differ: its heads are random, not at their small start."""
     torch.manual_seed(seed)
-    critic = archer.make_critic(small(), kind, actor, tokenizer, append_only, 0.5)
+    critic = archer.make_critic(small(), kind, actor, append_only, 0.5)
     for parameter in critic.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return critic
@@ -212,12 +213,12 @@ def play(world, actor, tokenizer, n=8, seed=0, **changes):
     worlds, generator = envs.VecTextEnv(world, n), torch.Generator().manual_seed(seed)
     indices = [i % worlds.envs[0].num_tasks for i in range(n)]
     greedy = changes.pop("greedy", False)
-    return archer.rollout(actor, tokenizer, worlds, small(**changes), generator, None, indices, greedy)
+    return archer.rollout(actor, worlds, small(**changes), generator, None, indices, greedy)
 
 
 def fresh_for(trajectories, actor, tokenizer, append_only, **changes):
     generator = torch.Generator().manual_seed(5)
-    return archer.fresh_utterances(actor, tokenizer, trajectories, append_only, small(**changes), generator)
+    return archer.fresh_utterances(actor, trajectories, append_only, small(**changes), generator)
 
 
 @torch.no_grad()
@@ -431,22 +432,21 @@ def test_score_is_the_plain_logp(actor, tokenizer, world, temperature):
 @TEMPERATURES
 @BOTH
 def test_sampled_logp_of_fresh_utterances_is_the_plain_logp(actor, tokenizer, world, temperature, monkeypatch):
-    """Many forks on one cached, padded trunk: what `sample` says it drew them with is what they have."""
+    """Many forks on one cached, padded trunk: what `speak` says it drew them with is what they have."""
     played, _ = play(world, actor, tokenizer)
     append_only = envs.make(world).append_only
-    drawn, sample = [], archer.sample
+    drawn, speak = [], archer.speak
 
     def listen(*args, **options):
-        drawn.append(sample(*args, **options))
+        drawn.append(speak(*args, **options))
         return drawn[-1]
 
-    monkeypatch.setattr(archer, "sample", listen)
+    monkeypatch.setattr(archer, "speak", listen)
     fresh = fresh_for(played, actor, tokenizer, append_only, temperature=temperature)
-    ((written, logp_BN),) = drawn
-    drawn = [pair for row in zip(written, logp_BN.tolist(), strict=True) for pair in zip(*row, strict=True) if pair[0]]
+    ((written, logp_S, _),) = drawn
     flat = [(t, k, ids) for t, row in zip(played, fresh, strict=True) for k, ids in enumerate(row)]
-    assert [ids for ids, _ in drawn] == [ids for _, _, ids in flat]
-    for (t, k, ids), (_, logp) in zip(flat, drawn, strict=True):
+    assert written == [ids for _, _, ids in flat]
+    for (t, k, ids), logp in zip(flat, logp_S.tolist(), strict=True):
         expected = plain_logps(actor, contexts(t, tokenizer, append_only)[k], ids, temperature)
         assert logp == pytest.approx(sum(expected), abs=1e-5)
 
@@ -468,13 +468,11 @@ def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     before = archer.encode(tokenizer, "red: ")
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([before])).logits[0, -1].double() / 0.7).softmax(-1)
-        hidden, (cache, real, length) = archer.prefill(actor, [before])
-        states = hidden[:, -1:].expand(1, N, -1), real[:, None].expand(1, N, -1), length[:, None].expand(1, N)
-        everywhere, generator = torch.ones(1, N, dtype=torch.bool), torch.Generator().manual_seed(1)
-        written, logp_BN = archer.sample(actor, tokenizer, cache, *states, everywhere, args, generator)
-    tokens = torch.tensor(written[0])
+        generator = torch.Generator().manual_seed(1)
+        written, logp_S, _ = archer.speak(actor, [before], [(0, len(before))] * N, args, generator)
+    tokens = torch.tensor(written)
     assert tokens.shape == (N, 1)
-    assert torch.allclose(logp_BN[0].double(), p.log()[tokens[:, 0]], atol=1e-5)
+    assert torch.allclose(logp_S.double(), p.log()[tokens[:, 0]], atol=1e-5)
     seen, expected = torch.bincount(tokens.flatten(), minlength=len(p)).double(), N * p
     rare = expected < 5  # too few for a chi-square: they make one class together
     seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
@@ -562,7 +560,7 @@ def test_greedy_rollout_of_a_batch_is_that_of_its_parts(actor, tokenizer, world)
     total = 0.0
     for i, t in enumerate(together):
         worlds, generator = envs.VecTextEnv(world, 1), torch.Generator()
-        (alone,), own = archer.rollout(actor, tokenizer, worlds, small(), generator, None, [i], True)
+        (alone,), own = archer.rollout(actor, worlds, small(), generator, None, [i], True)
         assert (alone.observations, alone.action_ids) == (t.observations, t.action_ids)
         assert (alone.rewards, alone.terminated, alone.answer) == (t.rewards, t.terminated, t.answer)
         total += sum(own)
@@ -584,18 +582,30 @@ def test_padding_is_as_no_padding(actor, tokenizer):
         assert torch.allclose(hidden[i, columns[i]], alone[len(pieces[i]) - 1 :], atol=1e-5)
 
 
-def test_a_cache_read_in_two_pieces_is_one_text(actor, tokenizer):
-    """`prefill` pads on the right, so that a cache has gaps: nobody sees them, and no position counts them."""
-    texts = [("red: ", "ant yes\nblue: "), ("red: ant yes\nblue: cow no\ngreen: ", "dog"), ("", "white: dog yes\n")]
-    first, second = ([archer.encode(tokenizer, text) for text in column] for column in zip(*texts, strict=True))
-    first[2] = [7]
-    with torch.no_grad():
-        _, memory = archer.prefill(actor, first)
-        hidden, (_, real, length) = archer.prefill(actor, second, memory)
-        for i in range(3):
-            alone = actor.base_model(input_ids=torch.tensor([first[i] + second[i]])).last_hidden_state[0]
-            assert torch.allclose(hidden[i, : len(second[i])], alone[len(first[i]) :], atol=1e-5)
-            assert length[i] == real[i].sum() == len(alone)
+@TEMPERATURES
+def test_a_cache_read_in_pieces_is_one_text(actor, tokenizer, temperature):
+    """`speak` pads on the right, so that its memory has gaps: nobody sees them, and no position counts them.
+
+    Nor does it keep what was said: a world may go on with something else.
+    """
+    texts = [
+        "red: |ant yes\nblue: |cow",
+        "red: ant yes\nblue: cow no\ngreen: |dog| no\nwhite: ",
+        "a|white: dog yes\n|b",
+    ]
+    args, memory, trunks = small(temperature=temperature), None, [[], [], []]
+    generator = torch.Generator().manual_seed(4)
+    for piece in range(3):
+        more = [archer.encode(tokenizer, text.split("|")[piece]) for text in texts]
+        trunks = [trunk + ids for trunk, ids in zip(trunks, more, strict=True)]
+        # Two states a trunk, the second-last position where the new piece has one.
+        states = [(b, len(t) - k) for b, t in enumerate(trunks) for k in ((1, 0) if len(more[b]) > 1 else (0,))]
+        with torch.no_grad():
+            written, logp_S, memory = archer.speak(actor, trunks, states, args, generator, memory=memory)
+        assert memory[1].sum(1).tolist() == [len(trunk) for trunk in trunks]
+        assert memory[0].get_seq_length() == memory[1].shape[1]
+        for (b, length), ids, logp in zip(states, written, logp_S.tolist(), strict=True):
+            assert logp == pytest.approx(sum(plain_logps(actor, trunks[b][:length], ids, temperature)), abs=1e-5)
 
 
 def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
@@ -614,8 +624,8 @@ def test_dropout_is_off(tmp_path, tokenizer):
     """A checkpoint's own dropout would make the scorer another policy than the sampler."""
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    actor, _ = archer.make_actor(small(), str(tmp_path), [])
-    critic = archer.make_critic(small(), str(tmp_path), actor, tokenizer, True, 0.0)
+    actor = archer.make_actor(small(), str(tmp_path), [])
+    critic = archer.make_critic(small(), str(tmp_path), actor, True, 0.0)
     assert not any(module.training for module in (*actor.modules(), *critic.modules()))
 
 
@@ -824,9 +834,7 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes):
             fit += (weight - b) ** 2 / len(ids) / len(A)
 
     optimizer = still(actor, baseline)
-    metrics = archer.actor_update(
-        actor, start, critic, baseline, optimizer, tokenizer, played, fresh, append_only, args
-    )
+    metrics = archer.actor_update(actor, start, critic, baseline, optimizer, played, fresh, append_only, args)
     assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-4, abs=1e-4)
     assert metrics["actor/kl"] == pytest.approx(kl / len(A), rel=1e-4)
     assert metrics["actor/advantage_mean"] == pytest.approx(np.mean(A), abs=1e-5)
@@ -857,7 +865,7 @@ def test_the_actors_gradient_is_that_of_E3_and_D1(actor, tokenizer, with_baselin
         (loss / len(utterances)).backward()
     args = small(kl=kl, center=False, baseline=with_baseline, max_grad_norm=1e9)
     optimizer = still(actor, baseline)
-    archer.actor_update(actor, start, critic, baseline, optimizer, tokenizer, played, fresh, True, args)
+    archer.actor_update(actor, start, critic, baseline, optimizer, played, fresh, True, args)
     expected = gradient(twin)
     assert (gradient(actor) - expected).norm() < 1e-4 * expected.norm()
 
@@ -880,7 +888,7 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
     critic.body._forward_hooks.clear()
     baseline = archer.mlp(32, 32, 0.0)
     args = small(kl=0.0)
-    archer.actor_update(actor, start, critic, baseline, still(actor, baseline), tokenizer, played, fresh, True, args)
+    archer.actor_update(actor, start, critic, baseline, still(actor, baseline), played, fresh, True, args)
     (hidden,) = outputs
     for row, t in enumerate(played):
         expected = set()  # the utterances are those of the dialogue, so that all of them lie in its trunk
@@ -900,7 +908,7 @@ def test_1x8_is_8x1(actor, tokenizer):
 
     def results(which):
         part, ids, said = ([x[i] for i in which] for x in (played, fresh, texts))
-        options = (tokenizer, part, ids, True, args)
+        options = (part, ids, True, args)
         a = archer.actor_update(actor, start, critic, baseline, still(actor, baseline), *options)
         c = archer.critic_update(critic, target, still(critic), part, said, args)
         figures = [a["actor/loss"], a["actor/kl"], c["critic/q_loss"], c["critic/v_loss"]]
@@ -931,8 +939,9 @@ def test_warm_start_learns_the_words_and_their_end(tokenizer):
         for d in Toy().demonstrations(400, seed=0)
     ]
     args = small(warm_start_epochs=3, warm_start_lr=1e-2)
-    actor, own = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
-    archer.warm_start(actor, own, demonstrations, True, args, np.random.default_rng(0))
+    actor = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
+    own = actor.tokenizer
+    archer.warm_start(actor, demonstrations, True, args, np.random.default_rng(0))
     played, nll = play("toy", actor, own, n=16)
     words = [action for t in played for action in t.actions]
     assert np.mean([word in WORDS for word in words]) > 0.9
@@ -947,8 +956,9 @@ def test_warm_start_learns_the_replies(tokenizer):
     for switch in (True, False):
         torch.manual_seed(0)
         args = small(warm_start_epochs=3, warm_start_lr=1e-2, warm_start_replies=switch)
-        actor, own = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
-        archer.warm_start(actor, own, demonstrations, True, args, np.random.default_rng(0))
+        actor = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
+        own = actor.tokenizer
+        archer.warm_start(actor, demonstrations, True, args, np.random.default_rng(0))
         total = 0.0
         for t in demonstrations[:20]:
             for k, reply in enumerate(envs.replies(t.observations, t.actions)):
@@ -1152,7 +1162,8 @@ def test_the_log_shows_each_turn(tmp_path, actor, tokenizer, world):
     played, _ = play(world, actor, tokenizer, n=4)
     critic = make_critic(actor, tokenizer, envs.make(world).append_only)
     with SummaryWriter(str(tmp_path)) as writer:
-        archer.log(tmp_path, writer, 7, {"rollout/return": 1.0}, critic, played)
+        logs = {name: [] for name in archer.LOGS}
+        archer.log(tmp_path, logs, writer, {"iteration": 7, "rollout/return": 1.0}, critic, played)
     assert lines_of(tmp_path) == [{"iteration": 7, "rollout/return": 1.0}]
     for t, line in zip(played, lines_of(tmp_path, "rollouts.jsonl"), strict=True):
         assert (line["iteration"], line["answer"], line["return"]) == (7, t.answer, sum(t.rewards))
@@ -1343,11 +1354,13 @@ def test_no_dialogue_is_read_beyond_the_context(actor, tokenizer, capfd):
     args, generator = small(max_action_tokens=40), torch.Generator().manual_seed(0)
     actor.lm_head.bias.data[archer.encode(tokenizer, "a")[0]] = 1e3  # it goes on and on
     stops(capfd, lambda: archer.score(actor, [[5] * 1025], [(0, 1, [5])], 1.0), "1025", "1024")
-    stops(capfd, lambda: archer.prefill(actor, [[5] * 1025]), "1025", "1024")
-    with torch.no_grad():
-        hidden, (cache, real, length) = archer.prefill(actor, [[5] * 1020])
-    state = hidden[:, -1:], real[:, None], length[:, None], torch.ones(1, 1, dtype=torch.bool)
-    stops(capfd, lambda: archer.sample(actor, tokenizer, cache, *state, args, generator), "1025", "1024")
+
+    @torch.no_grad()
+    def speak(length):
+        archer.speak(actor, [[5] * length], [(0, length)], args, generator)
+
+    stops(capfd, lambda: speak(1025), "1025", "1024")
+    stops(capfd, lambda: speak(1020), "1025", "1024")
 
 
 def test_a_dialogue_longer_than_the_context_is_one_line(tmp_path, capfd, tokenizer):
@@ -1384,13 +1397,3 @@ def test_the_files_of_a_run_appear_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         archer.write(path, [{"a": 2}, {"a": object()}])
     assert path.read_text() == '{"a": 1}\n'
-
-
-def test_a_log_is_cut_back_to_its_checkpoint(tmp_path):
-    """Also when the last line was cut off in the middle."""
-    path = tmp_path / "log.jsonl"
-    for n in (1, 1, 2, 3):
-        archer.append(path, {"iteration": n, "text": "}"})
-    path.write_text(path.read_text() + '{"iteration": 4, "te')
-    archer.keep_until(path, 2)
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 1, 2]

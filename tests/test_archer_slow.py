@@ -66,8 +66,8 @@ def test_E1_E2_reach_the_values_of_dynamic_programming(loss, append_only, kind):
     trajectories = [copy.deepcopy(t) for t in played for _ in POLICY]
     fresh = [[action] * (len(t) + 1) for t in played for action in POLICY]
     args = small(gamma=GAMMA, critic_loss=loss, polyak=0.1, truncation_is_terminal=False, critic_lr=1e-3)
-    actor, tokenizer = archer.make_actor(args, "tiny", [t.observations[-1] for t in played])
-    critic = archer.make_critic(args, kind, actor, tokenizer, append_only, 0.0)
+    actor = archer.make_actor(args, "tiny", [t.observations[-1] for t in played])
+    critic = archer.make_critic(args, kind, actor, append_only, 0.0)
     target = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     steps = 600
@@ -107,18 +107,18 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world):
     made = world().demonstrations(400, seed=0)
     keys = ("observations", "actions", "rewards", "terminated", "answer")
     demonstrations = [archer.Trajectory(**{key: d[key] for key in keys}) for d in made]
-    actor, tokenizer = archer.make_actor(args, "tiny", [text for t in demonstrations for text in t.observations])
-    archer.warm_start(actor, tokenizer, demonstrations, world.append_only, args, np.random.default_rng(0))
-    played, _ = play(world.id, actor, tokenizer, n=2048)
-    critic = archer.make_critic(args, "tiny", actor, tokenizer, world.append_only, 4.0)
+    actor = archer.make_actor(args, "tiny", [text for t in demonstrations for text in t.observations])
+    archer.warm_start(actor, demonstrations, world.append_only, args, np.random.default_rng(0))
+    played, _ = play(world.id, actor, actor.tokenizer, n=2048)
+    critic = archer.make_critic(args, "tiny", actor, world.append_only, 4.0)
     target = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     for step in range(60):  # as `main` does it: a pool, its fresh utterances, and many updates with both
         pool = [played[i] for i in rng.integers(len(played), size=64)]
         options = (pool, world.append_only, args, generator)
-        fresh = archer.fresh_utterances(actor, tokenizer, *options)
-        said = [[archer.spoken(tokenizer, ids) for ids in row] for row in fresh]
+        fresh = archer.fresh_utterances(actor, *options)
+        said = [[archer.spoken(actor.tokenizer, ids) for ids in row] for row in fresh]
         optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 60))
         for _ in range(20):
             batch = rng.integers(len(pool), size=16)
