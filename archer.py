@@ -60,7 +60,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 import envs
 import envs.play
-from envs.twenty_questions import read_dialogues
+from envs.datasets import read_dialogues
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -819,9 +819,11 @@ def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
 def read_demonstrations(args: Args, world) -> list[Trajectory]:
     """What the actor is warmed up on: dialogues of a file, or of the world's scripted player."""
     try:
-        made = read_dialogues(args.dataset) if args.dataset else world.demonstrations(args.demonstrations, args.seed)
+        made, notes = read_dialogues(args.dataset, world.append_only) if args.dataset else ([], [])
     except ValueError as error:
         stop(f"--dataset {error}")
+    print("\n".join(notes), end="\n" if notes else "")
+    made = made or world.demonstrations(args.demonstrations, args.seed)
     if not made:
         stop("--demonstrations 0: the tiny actor's vocabulary is trained on them; give at least one")
     keys = ("observations", "actions", "rewards", "terminated", "answer")
@@ -841,12 +843,13 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
     for t in played:
         v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
         q_N, v_N = q_N2.min(-1).values.tolist(), v_S2[:-1].min(-1).values.tolist()
+        said = zip(t.actions, envs.replies(t.observations, t.actions), t.rewards, q_N, v_N, strict=True)
         turns = [
-            {"text": action + reply.rstrip("\n"), "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
-            for action, reply, q, v in zip(t.actions, envs.replies(t.observations, t.actions), q_N, v_N, strict=True)
+            {"action": action, "reply": reply, "reward": r, "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
+            for action, reply, r, q, v in said
         ]
-        about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards)}
-        logs["rollouts.jsonl"].append(about | {"turns": turns})
+        about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "terminated": t.terminated}
+        logs["rollouts.jsonl"].append(about | {"start": t.observations[0], "turns": turns})
     for name in LOGS:
         write(run / name, logs[name])
 

@@ -18,7 +18,6 @@ guess. The answers are "Yes.", "No." and "Invalid Question."
 This file and its .toml are all there is to it; they need gymnasium and nothing else.
 """
 
-import json
 import operator
 import random
 import re
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gymnasium
+
+from envs.datasets import dialogue
 
 YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
 START = "Questions:\n"
@@ -340,7 +341,7 @@ class TwentyQuestions(gymnasium.Env):
         full game for both.
         """
         world, player, rng = TwentyQuestions(**self.options), partial(scripted, **knobs), random.Random(seed)
-        return [play(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+        return [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
 
 
 class TwentyQuestionsSubset(TwentyQuestions):
@@ -356,48 +357,6 @@ class TwentyQuestionsSubset(TwentyQuestions):
 # ------------------------------------------------------------------------------- 6. the players
 # A player is a function of the observation and a random.Random. It keeps nothing in memory, as all
 # that it needs to know stands in the dialogue: the words that agree with the answers so far.
-
-
-def play(world: TwentyQuestions, player: Callable, rng: random.Random, index: int | None = None) -> dict:
-    """One episode as a dialogue: n actions and rewards, n + 1 observations, how it ended and the word."""
-    observation, info = world.reset(options={"index": index})
-    dialogue = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
-    terminated = truncated = False
-    while not (terminated or truncated):
-        observation, reward, terminated, truncated, info = world.step(player(observation, rng))
-        dialogue["observations"].append(observation)
-        dialogue["actions"].append(info["action"])
-        dialogue["rewards"].append(reward)
-    return dialogue | {"terminated": terminated, "truncated": truncated, "return": info["episode"]["return"]}
-
-
-def read_dialogues(path: str) -> list[dict]:
-    """Dialogues in the authors' format, [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": [...]}, ...].
-
-    They come as those of `play`, without its summary. Raises ValueError with number and field of a malformed record.
-    """
-    try:
-        records = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; give a JSON file, a list of dialogues") from error
-    if not isinstance(records, list) or not records:
-        raise ValueError(f"{path}: no dialogues in it; it must be a list of records with lines, correct and word")
-    dialogues = []
-    for n, record in enumerate(records):
-        for key, kind in {"lines": list, "correct": bool, "word": list}.items():
-            if not isinstance(record, dict) or not isinstance(record.get(key), kind) or record[key] == []:
-                raise ValueError(f'{path}: record {n}, field "{key}": must be a {kind.__name__} that is not empty')
-        observations, actions = [START], []
-        for line in record["lines"]:
-            question, mark, answer = str(line).rpartition("? ")
-            if not mark:
-                raise ValueError(f'{path}: record {n}, field "lines": {line!r} is no "question? answer"')
-            actions.append(question + "?")
-            observations.append(f"{observations[-1]}{question}? {answer}\n")
-        rewards = [-1.0] * (len(actions) - 1) + [record["correct"] - 1.0]
-        dialogue = {"observations": observations, "actions": actions, "rewards": rewards}
-        dialogues.append(dialogue | {"terminated": record["correct"], "answer": str(record["word"][0])})
-    return dialogues
 
 
 def candidates(observation: str, words: int = ALL) -> int:

@@ -1025,7 +1025,7 @@ def test_a_malformed_record_is_named(tmp_path, capfd, kind):
     record, key = BROKEN[kind]
     path = tmp_path / "data.json"
     path.write_text(json.dumps([*GOOD, record]))
-    stops(capfd, lambda: archer.read_demonstrations(small(dataset=path), None), "record 2", f'"{key}"')
+    stops(capfd, lambda: archer.read_demonstrations(small(dataset=path), Toy()), "record 2", f'"{key}"')
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"lines": []}', "[3]", "no json", "[[]]", "\x00", None])
@@ -1033,7 +1033,7 @@ def test_a_file_without_dialogues(tmp_path, capfd, text):
     path = tmp_path / "data.json"
     if text is not None:
         path.write_text(text)
-    stops(capfd, lambda: archer.read_demonstrations(small(dataset=path), None), "data.json")
+    stops(capfd, lambda: archer.read_demonstrations(small(dataset=path), Toy()), "data.json")
 
 
 # ------------------------------------------------------------------------------------- the program: runs
@@ -1152,7 +1152,8 @@ def test_rollouts_have_text_and_values(finished):
     for line in lines:
         assert line["return"] == -len(line["turns"]) and line["answer"] in envs.make("twenty-questions-subset").words
         for turn in line["turns"]:
-            assert set(turn) == {"text", "Q", "V", "A"} and turn["text"].endswith(("Yes.", "No.", "Question."))
+            assert set(turn) == {"action", "reply", "reward", "Q", "V", "A"}
+            assert turn["reply"].endswith(("Yes.\n", "No.\n", "Question.\n"))
             assert turn["A"] == pytest.approx(turn["Q"] - turn["V"], abs=2e-3)
 
 
@@ -1168,7 +1169,7 @@ def test_the_log_shows_each_turn(tmp_path, actor, tokenizer, world):
     for t, line in zip(played, lines_of(tmp_path, "rollouts.jsonl"), strict=True):
         assert (line["iteration"], line["answer"], line["return"]) == (7, t.answer, sum(t.rewards))
         for k, (turn, action) in enumerate(zip(line["turns"], t.actions, strict=True)):
-            assert action in turn["text"] and ("yes" in turn["text"] or "no" in turn["text"])
+            assert action == turn["action"] and ("yes" in turn["reply"] or "no" in turn["reply"])
             v, q = value_alone(critic, t, k, action)
             assert [turn["Q"], turn["V"]] == pytest.approx([q.min().item(), v.min().item()], abs=1e-3)
 

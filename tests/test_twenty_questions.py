@@ -9,13 +9,14 @@ import pytest
 
 import envs
 from envs import twenty_questions as tq
+from envs.datasets import dialogue
 from envs.twenty_questions import BIT, QUESTIONS, SUBSET, WORDS, parse, words_in
 
 
 def play_all(world, name: str, rounds: int = 1, seed: int = 0, **knobs) -> list[dict]:
     """`rounds` dialogues of a player about every word of the world."""
     player, rng = partial(world.players[name], **knobs), random.Random(seed)
-    return [tq.play(world, player, rng, index) for index in range(world.num_tasks) for _ in range(rounds)]
+    return [dialogue(world, player, rng, index) for index in range(world.num_tasks) for _ in range(rounds)]
 
 
 def mean_return(dialogues: list[dict]) -> float:
@@ -255,11 +256,11 @@ def test_the_scripted_player(knobs, mean, success):
 
 def test_the_scripted_player_asks_only_what_is_open():
     """Without slips it repeats nothing, and every question could have been answered the other way."""
-    for dialogue in play_all(envs.make("twenty-questions"), "scripted", garbled=0.0):
-        assert len(set(dialogue["actions"])) == len(dialogue["actions"])
-        for observation, action in zip(dialogue["observations"], dialogue["actions"], strict=False):
+    for game in play_all(envs.make("twenty-questions"), "scripted", garbled=0.0):
+        assert len(set(game["actions"])) == len(game["actions"])
+        for observation, action in zip(game["observations"], game["actions"], strict=False):
             left = tq.candidates(observation)
-            assert left & BIT[dialogue["answer"]] and left & parse(action).yes
+            assert left & BIT[game["answer"]] and left & parse(action).yes
             assert left & ~parse(action).yes or left.bit_count() == 1
 
 

@@ -1,0 +1,167 @@
+"""Dialogues in files: what offline algorithms and warm starts learn from.
+
+    dialogues, notes = envs.datasets.read_dialogues("data.json")       # notes say what was skipped and why
+    dialogues = envs.datasets.make_dialogues(world, 5000, 0, "random=0.7,scripted=0.3")
+
+A dialogue is a dict of n "actions" and "rewards", n + 1 "observations", the last being what the world said at the end,
+"terminated" (if false, the time limit ended it) and "answer". Files that are read:
+
+    [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": [...]}, ...]              Twenty Questions, ArCHer
+    [{"conversation": ["Is it in Asia? Yes.", ...], "done": bool, "word": "city,country"}]    Guess My City, ArCHer
+    {"observations": [...], "actions": [...], ...}                  a line each: a run's dataset.jsonl or replay.jsonl
+    {"start": "...", "turns": [{"action": "...", "reply": "...", "reward": -1.0}, ...]}          a run's rollouts.jsonl
+"""
+
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+START = "Questions:\n"  # the first observation of both games
+MAX_TURNS = 20  # of both games
+KEYS = {"observations": list, "actions": list, "rewards": list, "terminated": bool, "answer": str}
+
+
+def dialogue(world, player, rng: random.Random, index: int | None = None, seed: int | None = None) -> dict:
+    """One episode of a scripted player, `player(observation, rng) -> action`; its return, too."""
+    observation, info = world.reset(seed=seed, options={} if index is None else {"index": index})
+    made = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
+    terminated = truncated = False
+    while not (terminated or truncated):
+        observation, reward, terminated, truncated, info = world.step(player(observation, rng))
+        made["observations"].append(observation)
+        made["actions"].append(info["action"])
+        made["rewards"].append(reward)
+    return made | {"terminated": terminated, "truncated": truncated, "return": info["episode"]["return"]}
+
+
+def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
+    """`n` dialogues about tasks drawn evenly, each of a player drawn by its share: "random=0.7,scripted=0.3".
+
+    The name of its "player" is in each. Raises ValueError for a mix that is none.
+    """
+    shares = {}
+    for part in mix.split(","):
+        name, _, share = part.strip().partition("=")
+        if name not in world.players:
+            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {', '.join(world.players)}")
+        try:
+            shares[name] = float(share or 1)
+        except ValueError:
+            raise ValueError(f"{mix!r}: {share!r} is no number; write it as random=0.7,scripted=0.3") from None
+    if min(shares.values()) < 0 or not 0 < sum(shares.values()) < float("inf"):
+        raise ValueError(f"{mix!r}: the shares must be positive numbers")
+    rng, made = random.Random(seed), []
+    for name in rng.choices(list(shares), list(shares.values()), k=n):
+        index, seed = rng.randrange(world.num_tasks), rng.randrange(2**31)
+        made.append({"player": name} | dialogue(world, world.players[name], rng, index, seed))
+    return made
+
+
+def read_dialogues(
+    path: str, append_only: bool = True, max_chars: int = 200, max_history: int = 6000
+) -> tuple[list[dict], list[str]]:
+    """The dialogues of a file in any of the formats above, and a note on each kind of record that was left out.
+
+    Left out is what no world would write: a question without end or of more than `max_chars` characters, a history
+    of more than `max_history`. `append_only` says whether a reply in rollouts.jsonl adds to the observation before it
+    or takes its place. Raises ValueError with number and field of a malformed record.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        lines = [line for line in text.split("\n") if line.strip()]
+        records = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; give a JSON list of dialogues, or JSON lines, one a dialogue") from error
+    if not records:
+        raise ValueError(f"{path}: no dialogues in it")
+    dialogues, skipped, mended = [], Counter(), 0
+    for n, record in enumerate(records):
+        try:
+            made, why, repairs = read_record(record, append_only)
+        except ValueError as error:
+            raise ValueError(f"{path}: record {n}, {error}") from None
+        if made and max(map(len, made["actions"])) > max_chars:
+            made, why = None, f"an action of more than {max_chars} characters"
+        if made and len(made["observations"][-1]) > max_history:
+            made, why = None, f"a history of more than {max_history} characters"
+        if made:
+            dialogues.append(made)
+            mended += repairs
+        else:
+            skipped[why] += 1
+    notes = [f"{path}: {count} of {len(records)} dialogues left out: {why}" for why, count in skipped.items()]
+    if mended:
+        notes.append(f"{path}: {mended} questions freed of what is said before them")
+    if not dialogues:
+        raise ValueError(f"{path}: no dialogue is left; {'; '.join(skipped)}")
+    return dialogues, notes
+
+
+def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]:
+    """A dialogue, or None and the reason why it is left out; and how many of its questions were mended."""
+    if not isinstance(record, dict):
+        raise ValueError(f"must be an object, not {type(record).__name__}")
+    if "observations" in record:
+        check(record, KEYS)
+        n = len(record["actions"])
+        if len(record["observations"]) != n + 1 or len(record["rewards"]) != n:
+            raise ValueError(f'field "observations": {n} actions need {n + 1} observations and {n} rewards')
+        for key, kind in {"observations": str, "actions": str, "rewards": float}.items():
+            if not all(isinstance(x, kind) or (kind is float and type(x) is int) for x in record[key]):
+                raise ValueError(f'field "{key}": each must be a {kind.__name__}')
+        return {key: record[key] for key in KEYS}, "", 0
+    if "turns" in record:
+        check(record, {"start": str, "turns": list, "terminated": bool, "answer": str})
+        made = {"observations": [record["start"]], "actions": [], "rewards": []}
+        for turn in record["turns"]:
+            check(turn, {"action": str, "reply": str, "reward": float})
+            before = made["observations"][-1] + turn["action"] if append_only else ""
+            made["observations"].append(before + turn["reply"])
+            made["actions"].append(turn["action"])
+            made["rewards"].append(turn["reward"])
+        return made | {"terminated": record["terminated"], "answer": record["answer"]}, "", 0
+    if "conversation" in record:
+        check(record, {"conversation": list, "done": bool, "word": str})
+        return from_lines(record["conversation"], record["done"], record["word"])
+    check(record, {"lines": list, "correct": bool, "word": list})
+    if not all(isinstance(line, str) and "? " in line for line in record["lines"]):
+        raise ValueError('field "lines": each must be text, "question? answer"')
+    return from_lines(record["lines"], record["correct"], str(record["word"][0]))
+
+
+def check(record: dict, fields: dict[str, type]) -> None:
+    """Raises ValueError with the field's name where one is missing, of another type or empty."""
+    for key, kind in fields.items():
+        value = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(value, kind) or value in ([], ""):
+            raise ValueError(f'field "{key}": must be a {kind.__name__} that is not empty')
+
+
+def from_lines(lines: list[str], success: bool, answer: str) -> tuple[dict | None, str, int]:
+    """A dialogue from lines "question? answer"; -1 for each question but the right guess that ends it.
+
+    The data of Guess My City was made by a chat model: some questions stand behind a paragraph about what comes next,
+    and some answers ask back or repeat the question, after which nobody knows what was asked.
+    """
+    observations, actions, mended = [START], [], 0
+    if len(lines) > MAX_TURNS:
+        return None, f"more than {MAX_TURNS} turns", 0
+    for line in lines:
+        said, mark, reply = str(line).rpartition("? ")
+        if not mark:
+            return None, "a line that is no question and answer", 0
+        question = said.strip().split("\n")[-1]
+        before, colon, after = question.partition(": ")
+        if colon and re.search("question|ask", before.lower()):
+            question = after
+        question = question.strip(' "') + "?"
+        if "?" in reply or question == "?" or ("\n" in said and "?" in said):
+            return None, "an answer that asks back", 0
+        mended += question != f"{said}?"
+        actions.append(question)
+        observations.append(f"{observations[-1]}{question} {' '.join(reply.split())}\n")
+    rewards = [-1.0] * (len(actions) - 1) + [success - 1.0]
+    made = {"observations": observations, "actions": actions, "rewards": rewards}
+    return made | {"terminated": success, "answer": answer}, "", mended
