@@ -31,6 +31,7 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
   D3  The value heads start at the mean discounted return of the data instead of zero.
   D4  A tiny GPT-2 trained from scratch on the data alone (--actor gpt2), with learning rates found by measurement.
   D5  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees.
+  D7  The critic also learns to foresee the world's replies, at the hidden state that Q is read from (--foresee 0).
   D6  Both learning rates rise over the first updates and fall linearly to zero (--no-anneal-lr).
 """
 
@@ -93,6 +94,7 @@ class Args:
     critic_updates: int = 50  # updates of the critic in an iteration, each with a Polyak step of the target
     gamma: float = 0.95  # discount of an utterance (authors' configuration: 0.99)
     polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
+    foresee: float = 1.0  # weight of -log p of the world's replies in the critic's loss (D7)
     expectile: float = 0.9  # of E6 (authors' configuration: 0.9)
     truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D5)
 
@@ -116,6 +118,7 @@ METRICS = {
     "data/return": "undiscounted return of the dialogues of the data, mean; what imitation aims at",
     "critic/q_loss": "E1 or E8, mean square in units of return; should settle, not grow",
     "critic/v_loss": "E6 or E2, likewise",
+    "critic/reply_nll": "D7, nats a reply; falls while the critic still learns what the world will say",
     "critic/grad_norm": "before clipping; a jump is a batch that the critic cannot explain",
     "critic/explained_variance": "of the data's Monte-Carlo returns by V, before the update; below 0 useless",
     "critic/bias": "V minus the data's Monte-Carlo return; with iql above 0, as V is that of a better policy",
@@ -348,17 +351,26 @@ class Critic(nn.Module):
 
     def forward(self, trajectories: list[Trajectory], at: list[int], utterances: list[str]):
         """V of all states [S, 2], n + 1 for each trajectory, and Q [N, 2] of `utterances[i]` in state `at[i]`."""
+        return self.values_and_replies(trajectories, at, utterances, [""] * len(at))[:2]
+
+    def values_and_replies(self, trajectories: list[Trajectory], at: list[int], utterances, replies: list[str]):
+        """V and Q, and of all tokens of the world's `replies` to the utterances -log p [M]: what Q must foresee (D7)."""
         trunks, states = lay_out(trajectories, self.tokenizer, self.append_only)
-        end = encode(self.tokenizer, "\n")
-        forks = [(*states[s], encode(self.tokenizer, text) + end) for s, text in zip(at, utterances, strict=True)]
+        said = [encode(self.tokenizer, text) + encode(self.tokenizer, "\n") for text in utterances]
+        after = [encode(self.tokenizer, text) for text in replies]
+        forks = [(*states[s], ids + reply) for s, ids, reply in zip(at, said, after, strict=True)]
         *packed, columns = pack(trunks, forks)
         hidden_BTH, _ = forward(self.body, *packed)
         row_S, length_S = torch.tensor(states).T
         v_SH = hidden_BTH[row_S, length_S - 1].float()
-        q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]].float()
-        return torch.cat([head(v_SH) for head in self.v_heads], -1), torch.cat(
-            [head(q_NH) for head in self.q_heads], -1
-        )
+        q_NH = hidden_BTH[row_S[at], [own[len(ids)] for own, ids in zip(columns, said, strict=True)]].float()
+        v_S2 = torch.cat([head(v_SH) for head in self.v_heads], -1)
+        q_N2 = torch.cat([head(q_NH) for head in self.q_heads], -1)
+        seen = [(s, c) for s, own, ids in zip(at, columns, said, strict=True) for c in own[len(ids) : -1]]
+        token_M = torch.tensor([token for ids in after for token in ids], dtype=torch.long, device=self.body.device)
+        hidden_MH = hidden_BTH[row_S[[s for s, _ in seen]], [c for _, c in seen]]
+        logits_MV = (hidden_MH @ self.body.get_input_embeddings().weight.T).float()
+        return v_S2, q_N2, nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
 
 
 def mlp(inputs: int, width: int, value: float) -> nn.Module:
@@ -525,7 +537,8 @@ def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[s
     reward_N = torch.tensor([reward for t in trajectories for reward in t.rewards], device=device)
     return_N = reward_N.new_tensor([g for t in trajectories for g in mc_returns(t.rewards, args.gamma)])
 
-    v_S2, q_N2 = critic(trajectories, acted, taken)
+    replies = [reply for t in trajectories for reply in envs.replies(t.observations, t.actions)]
+    v_S2, q_N2, reply_nll_M = critic.values_and_replies(trajectories, acted, taken, replies)
     with torch.no_grad():
         target_v_S2, target_q_N2 = target(trajectories, acted, taken)
         next_N2 = target_v_S2[next_N]  # E1
@@ -534,11 +547,13 @@ def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[s
         q_target_N2 = td_target(reward_N, next_N2, (is_last_N & ~is_cut_N).float(), args.gamma)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)
     v_loss = value_loss(v_S2[acted], target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
-    norm = descend(q_loss + v_loss, optimizer, critic, args.max_grad_norm, "critic")
+    reply_nll = reply_nll_M.sum() / len(acted)
+    norm = descend(q_loss + v_loss + args.foresee * reply_nll, optimizer, critic, args.max_grad_norm, "critic")
     polyak_update(target, critic, args.polyak)
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     metrics = {"critic/q_loss": q_loss.item(), "critic/v_loss": v_loss.item(), "critic/grad_norm": norm}
+    metrics["critic/reply_nll"] = reply_nll.item()
     metrics["critic/explained_variance"] = 1 - (error_N.var() / return_N.var().clamp(min=1e-8)).item()
     return metrics | {"critic/bias": error_N.mean().item()}
 
