@@ -354,7 +354,7 @@ class Critic(nn.Module):
         return self.values_and_replies(trajectories, at, utterances, [""] * len(at))[:2]
 
     def values_and_replies(self, trajectories: list[Trajectory], at: list[int], utterances, replies: list[str]):
-        """V and Q, and of all tokens of the world's `replies` to the utterances -log p [M]: what Q must foresee (D7)."""
+        """V and Q, and -log p [M] of all tokens of the world's `replies` to the utterances, for Q to foresee (D7)."""
         trunks, states = lay_out(trajectories, self.tokenizer, self.append_only)
         said = [encode(self.tokenizer, text) + encode(self.tokenizer, "\n") for text in utterances]
         after = [encode(self.tokenizer, text) for text in replies]
