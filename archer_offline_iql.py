@@ -79,7 +79,7 @@ class Args:
     dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl, replay.jsonl or rollouts.jsonl
     dataset_size: int = 5_000  # dialogues that scripted players make where no file is given
     dataset_seed: int = 0  # of these dialogues
-    mix: str = "random=0.7,scripted=0.3"  # the players that make them, each with its share; the skill of the data
+    mix: str = "random=0.75,scripted=0.25"  # share of turns by player; "random=0.5/scripted=0.5" is one of dialogues
 
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
     width: int = 64  # hidden size of the tiny model

@@ -37,12 +37,13 @@ def dialogue(world, player, rng: random.Random, index: int | None = None, seed: 
 
 
 def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
-    """`n` dialogues about tasks drawn evenly, each of a player drawn by its share: "random=0.7,scripted=0.3".
+    """`n` dialogues about tasks drawn evenly, by players drawn by their shares.
 
-    The name of its "player" is in each. Raises ValueError for a mix that is none.
+    "random=0.7,scripted=0.3" draws a player for each turn: one player of middling skill. "random=0.7/scripted=0.3"
+    draws one for each dialogue: good players and bad ones. Raises ValueError for a mix that is neither.
     """
     shares = {}
-    for part in mix.split(","):
+    for part in mix.replace("/", ",").split(","):
         name, _, share = part.strip().partition("=")
         if name not in world.players:
             raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {', '.join(world.players)}")
@@ -53,9 +54,17 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
     if min(shares.values()) < 0 or not 0 < sum(shares.values()) < float("inf"):
         raise ValueError(f"{mix!r}: the shares must be positive numbers")
     rng, made = random.Random(seed), []
-    for name in rng.choices(list(shares), list(shares.values()), k=n):
-        index, seed = rng.randrange(world.num_tasks), rng.randrange(2**31)
-        made.append({"player": name} | dialogue(world, world.players[name], rng, index, seed))
+
+    def draw() -> str:
+        return rng.choices(list(shares), list(shares.values()))[0]
+
+    for _ in range(n):
+        index, world_seed, name = rng.randrange(world.num_tasks), rng.randrange(2**31), draw()
+
+        def player(observation: str, rng: random.Random, name: str = name) -> str:
+            return world.players[name if "/" in mix else draw()](observation, rng)
+
+        made.append(dialogue(world, player, rng, index, world_seed))
     return made
 
 

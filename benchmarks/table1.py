@@ -1,0 +1,116 @@
+"""Table 1 of ArCHer: six ways to learn from the same recorded dialogues, each for five seeds.
+
+    python benchmarks/table1.py                                  # hours; goes on where it was stopped
+    python benchmarks/table1.py --quick                          # seconds, and its figures mean nothing
+    python benchmarks/table1.py --out docs/archer_offline_iql.md # puts the table between the file's two marks
+
+Every cell is one run of archer_offline_iql.py in a folder of its own below --runs; those that have ended are not run
+again. All rows learn from one dataset and differ in two switches only, but for REINFORCE: its actor starts as that of
+the BC row, for an untrained one says nothing that a critic of the data could judge. Printed is the mean return of
+sampled dialogues at the end, with the half width of a 95 % interval over the seeds (Student's t).
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+SCRIPT = Path(__file__).parent.parent / "archer_offline_iql.py"
+ROWS = {  # in the order of the paper's expectation, best first
+    "ArCHer: IQL + AWR": ["--critic", "iql", "--actor-loss", "awr"],
+    "SARSA + AWR": ["--critic", "sarsa", "--actor-loss", "awr"],
+    "IQL + REINFORCE + BC": ["--critic", "iql", "--actor-loss", "reinforce-bc"],
+    "Filtered BC": ["--actor-loss", "filtered-bc"],
+    "BC": ["--actor-loss", "bc"],
+    "IQL + REINFORCE": ["--critic", "iql", "--actor-loss", "reinforce"],
+}
+SHOWN = {"return": "eval/return", "greedy": "eval/return_greedy", "success": "eval/success"}
+SHOWN |= {"overestimation": "eval/overestimation", "unseen": "eval/unseen", "data nll": "actor/data_nll"}
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
+START, END = "<!-- table1 -->", "<!-- /table1 -->"
+QUICK = "--iterations 2 --dataset-size 40 --width 32 --layers 1 --critic-updates 2 --actor-updates 2 --eval-episodes 4"
+
+
+@dataclass
+class Args:
+    env: str = "twenty-questions-subset"  # the world
+    seeds: int = 5  # 1 to this
+    jobs: int = 2  # runs at a time, one thread each
+    options: str = ""  # for every run, as one text: "--iterations 20 --mix random=0.5,scripted=0.5"
+    runs: Path = Path("runs/table1")  # folder of the runs
+    out: Path | None = None  # file that gets the table between its two marks
+    quick: bool = False  # two seeds of runs of two iterations, to see that all works
+
+
+def stop(message: str):
+    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def finished(folder: Path) -> Path | None:
+    """The folder of the run in it that has ended."""
+    return next((path.parent for path in sorted(folder.glob("*/summary.json"))), None)
+
+
+def run_row(args: Args, row: str, seed: int) -> Path:
+    """Runs one cell, unless it has ended before, and returns the folder of its run."""
+    folder = args.runs / f"{row.replace(' ', '')}-{seed}".replace("+", "_").replace(":", "")
+    if run := finished(folder):
+        return run
+    command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder), *ROWS[row]]
+    if "REINFORCE" in row:
+        checkpoints = run_row(args, "BC", seed) / "checkpoints"
+        command += ["--actor", str(max(checkpoints.iterdir()) / "actor")]
+    command += (QUICK if args.quick else args.options).split()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        stop(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return finished(folder)
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half width of the 95 % interval of the mean.
+
+    >>> interval([1.0, 2.0, 3.0])
+    '2.00 ± 2.48'
+    """
+    half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{statistics.fmean(values):.2f} ± {half:.2f}"
+
+
+def main(args: Args) -> str:
+    """Runs what is missing and returns the table as markdown."""
+    if args.seeds < 1 or args.jobs < 1:
+        stop("--seeds and --jobs must be at least 1")
+    if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
+        stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
+    seeds = range(1, (2 if args.quick else args.seeds) + 1)
+    order = sorted(((row, seed) for row in ROWS for seed in seeds), key=lambda cell: (cell[0] != "BC", cell[1]))
+    with ThreadPoolExecutor(args.jobs) as pool:  # BC first, as others start from it
+        first, rest = order[: len(seeds)], order[len(seeds) :]
+        folders = dict(zip(first, pool.map(lambda cell: run_row(args, *cell), first), strict=True))
+        folders |= zip(rest, pool.map(lambda cell: run_row(args, *cell), rest), strict=True)
+
+    lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
+    for row in ROWS:
+        last = [json.loads((folders[row, s] / "metrics.jsonl").read_text().splitlines()[-1]) for s in seeds]
+        lines.append(f"| {row} | {' | '.join(interval([r[tag] for r in last]) for tag in SHOWN.values())} |")
+    table = "\n".join(lines)
+    print(f"return of the data {last[0]['data/return']:.2f}, {len(seeds)} seeds\n{table}")
+    if args.out:
+        text = args.out.read_text(encoding="utf-8")
+        before, after = text.split(START)[0], text.split(END)[1]
+        temporary = args.out.with_name(args.out.name + ".tmp")
+        temporary.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
+        temporary.replace(args.out)
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

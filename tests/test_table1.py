@@ -1,0 +1,47 @@
+"""benchmarks/table1.py: every row runs, runs once, and lands in the document."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import table1
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_quick_table(tmp_path):
+    """All six rows for two seeds; a second call runs nothing and finds the same figures."""
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{table1.START}\nold\n{table1.END}\nafter\n")
+    command = [sys.executable, ROOT / "benchmarks/table1.py", "--quick", "--runs", tmp_path / "runs", "--out", page]
+    first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert first.returncode == 0, first.stderr[-2000:]
+    runs = sorted((tmp_path / "runs").glob("*/*"))
+    assert len(runs) == 12
+    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*")) == runs
+    text = page.read_text()
+    assert text.startswith(f"before\n{table1.START}\n| method") and text.endswith(f"{table1.END}\nafter\n")
+    for row in table1.ROWS:
+        assert re.search(rf"^\| {re.escape(row)} \| -?\d+\.\d\d ± \d", text, re.M), row
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_a_page_without_marks_is_one_line(tmp_path, capfd):
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(SystemExit) as caught:
+        table1.main(table1.Args(out=page, runs=tmp_path / "runs"))
+    assert caught.value.code == 2 and len(capfd.readouterr().err.splitlines()) == 1
+    assert page.read_text() == "nothing here" and not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_fails_is_one_line(tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        table1.main(table1.Args(env="nowhere", quick=True, seeds=1, jobs=1, runs=tmp_path))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "BC, seed 1" in line and "nowhere" in line
