@@ -331,7 +331,7 @@ class TwentyQuestions(gymnasium.Env):
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
         """Scripted players of this world's words by name; `player(observation, rng)` is an action."""
         words = as_bits(self.words)
-        players = {"scripted": scripted, "expert": expert, "random": random_player}
+        players = {"scripted": scripted, "expert": expert, "random": random_player, "forgetful": forgetful}
         return {name: partial(player, words=words) for name, player in players.items()}
 
     def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
@@ -402,6 +402,11 @@ def scripted(
     else:
         question = rng.choice(open_questions)
     return garble(question, rng) if rng.random() < garbled else question
+
+
+def forgetful(observation: str, rng: random.Random, words: int = ALL, **knobs) -> str:
+    """Plays every turn as `scripted` plays the first: what it asks is sensible, were it not for what it knows."""
+    return scripted(START, rng, words, **knobs)
 
 
 @lru_cache(maxsize=32)

@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py")])
 SOURCES = [*SCRIPTS, *sorted(ROOT.glob("envs/*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
 MAX_LINES = defaultdict(lambda: 650, {"archer_offline_iql.py": 600})
-TOO_LONG = {"archer.py": "about 870 lines, to be cut to 650"}  # strict: an entry must go when it is no longer true
+TOO_LONG = {
+    "archer.py": "about 870 lines, to be cut to 650",
+    "archer_offline_iql.py": "about 850, to be cut to 600",
+}  # strict: an entry must go when it is no longer true
 MIN_COMMENTS = 0.10
 BROUGHT_ALONG = ["tokenizers"]  # packages that a listed one is of no use without: transformers
 SECTIONS = [
@@ -43,6 +46,7 @@ TINY = {
     "rollouts": 4,
     "demonstrations": 32,
     "warm_start_epochs": 1,
+    "dataset_size": 32,
     "critic_updates": 2,
     "actor_updates": 1,
     "critic_warmup": 0,
@@ -363,6 +367,9 @@ HOW_TO_RUN = [
     ("python archer.py --play", "", "No.\n" * 30),
     ("python archer.py --resume", "", ""),
     ("python archer.py", "TINY", ""),
+    ("python archer_offline_iql.py", "TINY", ""),
+    ("python benchmarks/table1.py", "--quick", ""),
+    ("python benchmarks/theory_fpe.py", "--quick", ""),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python -m envs", "", ""),
     ("python -m pytest", "--collect-only -q", ""),
