@@ -268,7 +268,7 @@ def awr_weights(advantage_N: torch.Tensor, beta: float, max_weight: float) -> to
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
     """E3: -mean over utterances of sum_i log pi(a_i|s,a_<i) * A(s,a); E4 with a baseline. `owner_M`: a token's own."""
-    weight_M = (advantage_N[owner_M] - baseline_M).detach()  # E4
+    weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
@@ -376,7 +376,7 @@ class Critic(nn.Module):
 def mlp(inputs: int, width: int, value: float) -> nn.Module:
     """Two hidden layers and one output, which starts near `value`."""
     last = nn.Linear(width, 1)
-    nn.init.constant_(last.bias, value)  # D4
+    nn.init.constant_(last.bias, value)  # D3
     return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
 
 
@@ -385,7 +385,7 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
     tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
-    if superwords:  # D8: merges stay within what this finds, a whole question or a whole answer
+    if superwords:  # merges stay within what this finds, a whole question or a whole answer
         pieces = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, tokenizer.pre_tokenizer])
     options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
@@ -403,7 +403,7 @@ def load(auto, source: str, flag: str):
 
 def make_actor(args: Args, source: str, texts: list[str]):
     """The actor, with its tokenizer; `source` is tiny, a name or a folder, `texts` train the tiny one's vocabulary."""
-    if source == "tiny":  # D5
+    if source == "tiny":  # D4
         tokenizer = make_tokenizer(texts, args.vocabulary, args.superwords)
         config = transformers.GPT2Config(
             vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, n_positions=1024,

@@ -70,7 +70,7 @@ def run_row(args: Args, row: str, seed: int) -> Path:
     command += (QUICK if args.quick else args.options).split()
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        stop(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise RuntimeError(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
     return finished(folder)
 
 
@@ -92,10 +92,14 @@ def main(args: Args) -> str:
         stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
     seeds = range(1, (2 if args.quick else args.seeds) + 1)
     order = sorted(((row, seed) for row in ROWS for seed in seeds), key=lambda cell: (cell[0] != "BC", cell[1]))
-    with ThreadPoolExecutor(args.jobs) as pool:  # BC first, as others start from it
-        first, rest = order[: len(seeds)], order[len(seeds) :]
-        folders = dict(zip(first, pool.map(lambda cell: run_row(args, *cell), first), strict=True))
-        folders |= zip(rest, pool.map(lambda cell: run_row(args, *cell), rest), strict=True)
+    folders = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for part in (order[: len(seeds)], order[len(seeds) :]):  # BC first, as others start from it
+            try:
+                folders |= zip(part, pool.map(lambda cell: run_row(args, *cell), part), strict=True)
+            except RuntimeError as error:
+                pool.shutdown(cancel_futures=True)
+                stop(str(error))
 
     lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
     for row in ROWS:
