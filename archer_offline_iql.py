@@ -68,7 +68,7 @@ class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists; it makes the data, and evaluates
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
     seed: int = 1  # of everything random in the run, but for the data
-    iterations: int = 40  # rounds of critic updates and actor updates
+    iterations: int = 20  # rounds of critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
@@ -79,7 +79,7 @@ class Args:
     dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl, replay.jsonl or rollouts.jsonl
     dataset_size: int = 5_000  # dialogues that scripted players make where no file is given
     dataset_seed: int = 0  # of these dialogues
-    mix: str = "random=0.75,scripted=0.25"  # share of turns by player; "random=0.5/scripted=0.5" is one of dialogues
+    mix: str = "random=0.8/expert=0.2"  # the players, by share of dialogues; "random=0.8,expert=0.2" is by turns
 
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
     width: int = 64  # hidden size of the tiny model
@@ -90,7 +90,7 @@ class Args:
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     critic: Literal["iql", "sarsa"] = "iql"  # E6 and E1, or E2 and E8
-    critic_lr: float = 2e-3  # its peak; authors' configuration: 1e-5, for a RoBERTa
+    critic_lr: float = 3e-3  # its peak; authors' configuration: 1e-5, for a RoBERTa
     critic_updates: int = 50  # updates of the critic in an iteration, each with a Polyak step of the target
     gamma: float = 0.95  # discount of an utterance (authors' configuration: 0.99)
     polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
@@ -724,7 +724,7 @@ def main(args: Args) -> dict[str, float]:
 
     signal.signal(signal.SIGINT, interrupt)
     if not args.resume:
-        state["evaluation"], _ = evaluate(actor, critic, known, args)
+        state["evaluation"], _ = evaluate(actor, critic, known, replace(args, eval_episodes=1))  # a pass over the tasks
         state["warm_start_return"] = state["evaluation"]["eval/return"]  # there is none: the actor as it was given
         run.mkdir(parents=True)
         write(run / "dataset.jsonl", [vars(t) for t in data])
