@@ -6,8 +6,8 @@
 
 Every cell is one run of archer_offline_iql.py in a folder of its own below --runs; those that have ended are not run
 again. All rows learn from one dataset and differ in two switches only, but for REINFORCE: its actor starts as that of
-the BC row, for an untrained one says nothing that a critic of the data could judge, and learns at 1e-3. Printed is the mean return of
-sampled dialogues at the end, with the half width of a 95 % interval over the seeds (Student's t).
+the BC row, for an untrained one says nothing that a critic of the data could judge, and learns at 1e-3. Printed is the
+mean over the seeds at the end of training, with the half width of its 95 % interval (Student's t).
 """
 
 import json
