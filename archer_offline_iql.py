@@ -691,7 +691,7 @@ def main(args: Args) -> dict[str, float]:
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__archer_offline_iql__{args.seed}__{now}"
     known = {action for t in data for action in t.actions}
-    imitated = best(data, args.keep) if args.actor_loss == "filtered-bc" else data
+    imitated = {"bc": data, "filtered-bc": best(data, args.keep)}.get(args.actor_loss)  # None: a critic is needed
     data_return = float(np.mean([sum(t.rewards) for t in data]))
 
     # --- all that learns; a checkpoint overwrites where it starts
@@ -719,8 +719,12 @@ def main(args: Args) -> dict[str, float]:
         state["rng"] = rng.bit_generator.state, generator.get_state()  # models are made at the start: torch's own rests
         save(run, state, actor, critic)
 
-    def batch_of(dialogues: list[Trajectory]) -> list[Trajectory]:
+    def draw(dialogues: list[Trajectory]) -> list[Trajectory]:
         return [dialogues[i] for i in rng.integers(len(dialogues), size=args.batch)]
+
+    def rate(update: int, updates: int) -> float:  # D6, of the iteration's updates
+        done = state["iteration"] * updates + update
+        return min(1, (done + 1) / 50) * (1 - done / (args.iterations * updates)) if args.anneal_lr else 1.0
 
     signal.signal(signal.SIGINT, interrupt)
     if not args.resume:
@@ -741,28 +745,21 @@ def main(args: Args) -> dict[str, float]:
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
-        began, critic_rows, actor_rows, learned = time.time(), [], [], 0
-        by_critic = args.actor_loss not in ("bc", "filtered-bc")  # imitation needs none
-        for rows, own, peak, n in (
-            (critic_rows, critic_optimizer, args.critic_lr, args.critic_updates * by_critic),
-            (actor_rows, optimizer, args.actor_lr, args.actor_updates),
-        ):
-            for update in range(n):
-                done = state["iteration"] * n + update
-                share = min(1, (done + 1) / 50) * (1 - done / (args.iterations * n)) if args.anneal_lr else 1.0
-                own.param_groups[0]["lr"] = peak * share  # D6
-                batch = batch_of(data if rows is critic_rows else imitated)
-                if rows is critic_rows:
-                    rows.append(critic_update(critic, target, critic_optimizer, batch, args))
-                else:
-                    rows.append(actor_update(actor, critic, optimizer, batch, world.append_only, args, generator))
-                learned += sum(map(len, batch))
+        began, critic_rows, actor_rows = time.time(), [], []
+        for update in range(args.critic_updates if imitated is None else 0):
+            critic_optimizer.param_groups[0]["lr"] = args.critic_lr * rate(update, args.critic_updates)
+            critic_rows.append(critic_update(critic, target, critic_optimizer, draw(data), args))
+        for update in range(args.actor_updates):
+            optimizer.param_groups[0]["lr"] = args.actor_lr * rate(update, args.actor_updates)
+            batch = draw(imitated or data)
+            actor_rows.append(actor_update(actor, critic, optimizer, batch, world.append_only, args, generator))
 
         state["iteration"] = iteration
         metrics, played = {"iteration": iteration, "data/return": data_return}, []
         for rows in filter(None, (critic_rows, actor_rows)):
             metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
-        metrics["time/utterances_per_second"] = learned / (time.time() - began)
+        learned = args.batch * (len(critic_rows) + len(actor_rows)) * np.mean([len(t) for t in data])
+        metrics["time/utterances_per_second"] = float(learned / (time.time() - began))
         if iteration % args.eval_every == 0 or iteration == args.iterations:
             state["evaluation"], played = evaluate(actor, critic, known, args)
             metrics |= state["evaluation"]
