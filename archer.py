@@ -835,7 +835,8 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
     """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
     iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
     shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
-    shown |= {"kl": "actor/kl", "entropy": "actor/entropy", "eval": "eval/return", "greedy": "eval/return_greedy"}
+    shown |= {"kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
+    shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
     tqdm.write(line + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics))
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)

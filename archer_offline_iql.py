@@ -7,7 +7,7 @@
 
     python archer_offline_iql.py --env twenty-questions-subset
     python archer_offline_iql.py --env twenty-questions-subset --actor-loss bc
-    python archer_offline_iql.py --dataset FILE --actor gpt2 --actor-lr 1e-4 --critic-lr 1e-5
+    python archer_offline_iql.py --env ENV --dataset FILE --actor gpt2 --actor-lr 1e-4 --critic-lr 1e-5
     python archer_offline_iql.py --resume runs/...     python archer_offline_iql.py --play runs/...
 
 Nothing is asked of the world but an evaluation now and then. The critic learns what the utterances of the data are
@@ -31,8 +31,8 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
   D3  The value heads start at the mean discounted return of the data instead of zero.
   D4  A tiny GPT-2 trained from scratch on the data alone (--actor gpt2), with learning rates found by measurement.
   D5  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees.
-  D7  The critic also learns to foresee the world's replies, at the hidden state that Q is read from (--foresee 0).
   D6  Both learning rates rise over the first updates and fall linearly to zero (--no-anneal-lr).
+  D7  The critic also learns to foresee the world's replies, at the hidden state that Q is read from (--foresee 0).
 """
 
 import copy
@@ -118,17 +118,17 @@ METRICS = {
     "data/return": "undiscounted return of the dialogues of the data, mean; what imitation aims at",
     "critic/q_loss": "E1 or E8, mean square in units of return; should settle, not grow",
     "critic/v_loss": "E6 or E2, likewise",
-    "critic/reply_nll": "D7, nats a reply; falls while the critic still learns what the world will say",
+    "critic/reply_nll": "D7, nats a token; falls while the critic still learns what the world will say",
     "critic/grad_norm": "before clipping; a jump is a batch that the critic cannot explain",
     "critic/explained_variance": "of the data's Monte-Carlo returns by V, before the update; below 0 useless",
     "critic/bias": "V minus the data's Monte-Carlo return; with iql above 0, as V is that of a better policy",
     "actor/loss": "E7, E3 or -log pi; its size means little",
-    "actor/data_nll": "-log pi of the data's utterances, nats each: distance from the data; should fall, then stay",
+    "actor/data_nll": "-log pi of the data's utterances, nats each (filtered-bc: of those kept); should fall and stay",
     "actor/entropy": "of the actor's next token, nats summed over an utterance; near 0 it has stopped exploring",
     "actor/advantage_mean": "of the utterances that the actor learns from; about 0 for sarsa, below it for iql",
     "actor/advantage_std": "spread of the advantages; the signal, and the critic's noise",
-    "actor/effective_samples": "share of effective samples among the weights; at 1 it is imitation, at 0 one sample",
-    "actor/clamped": "share of weights at --max-weight (D1); above a few percent lower --beta",
+    "actor/effective_samples": "share of effective samples among the weights; with --actor-loss awr only",
+    "actor/clamped": "share of weights at --max-weight (D1), should be small; with --actor-loss awr only",
     "actor/grad_norm": "before clipping",
     "eval/return": "return with sampled utterances, every task equally often",
     "eval/success": "share of these that reached the goal",
@@ -137,8 +137,11 @@ METRICS = {
     "eval/invalid": "share of sampled utterances that the world calls invalid",
     "eval/overestimation": "min Q minus Monte-Carlo return of the actor's own utterances; far above 0 it dreams",
     "eval/unseen": "share of sampled utterances that the data never has, anywhere; the critic only guesses their worth",
-    "time/utterances_per_second": "learned from, by critic and actor, whole iterations counted",
+    "time/utterances_per_second": "learned from, by critic and actor, without evaluations",
 }
+
+
+IMITATION = ("bc", "filtered-bc")  # these need no critic and train none
 
 
 def stop(message: str):
@@ -209,11 +212,23 @@ def read_data(args: Args, world) -> list[Trajectory]:
             made = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
     except ValueError as error:
         stop(f"{flag} {error}")
-    if not made:
-        stop("--dataset-size 0: there is nothing to learn from; give at least one")
     print("\n".join(notes), end="\n" if notes else "")
     keys = ("observations", "actions", "rewards", "terminated", "answer")
     return [Trajectory(*(dialogue[key] for key in keys)) for dialogue in made]
+
+
+def that_fit(data: list[Trajectory], actor, append_only: bool, args: Args) -> list[Trajectory]:
+    """The dialogues that the actor's context has room for, with an utterance more; says how many do not fit."""
+    room = getattr(actor.config, "max_position_embeddings", sys.maxsize) - args.max_action_tokens - 1
+    fit = [t for t in data if max(map(len, lay_out([t], actor.tokenizer, append_only)[0])) <= room]
+    if not fit:
+        stop(f"--actor {args.actor}: no dialogue of the data fits into {room} tokens; take one with a longer context")
+    if len(fit) < len(data):
+        print(f"{len(data) - len(fit)} of {len(data)} dialogues left out: more than {room} tokens")
+    cut = np.mean([len(encode(actor.tokenizer, a)) >= args.max_action_tokens for t in fit for a in t.actions])
+    if cut > 0.01:
+        print(f"{cut:.0%} of the data's utterances are longer than --max-action-tokens {args.max_action_tokens}")
+    return fit
 
 
 def best(data: list[Trajectory], share: float) -> list[Trajectory]:
@@ -531,9 +546,8 @@ def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[s
     acted, taken = states_acted(trajectories), [action for t in trajectories for action in t.actions]
     device, next_N = critic.body.device, [s + 1 for s in acted]
     is_last_N = torch.tensor([k == len(t) - 1 for t in trajectories for k in range(len(t))], device=device)
-    is_cut_N = torch.tensor(
-        [not (t.terminated or args.truncation_is_terminal) for t in trajectories for _ in t.actions], device=device
-    )  # D5
+    ends = [t.terminated or args.truncation_is_terminal for t in trajectories for _ in t.actions]  # D5
+    is_over_N = is_last_N & torch.tensor(ends, device=device)
     reward_N = torch.tensor([reward for t in trajectories for reward in t.rewards], device=device)
     return_N = reward_N.new_tensor([g for t in trajectories for g in mc_returns(t.rewards, args.gamma)])
 
@@ -542,19 +556,21 @@ def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[s
     with torch.no_grad():
         target_v_S2, target_q_N2 = target(trajectories, acted, taken)
         next_N2 = target_v_S2[next_N]  # E1
-        if args.critic == "sarsa":  # E8; behind a time limit there is no utterance, but V is known
+        if args.critic == "sarsa":  # E8; behind a time limit there is no utterance, and V is a guess
             next_N2 = torch.where(is_last_N[:, None], next_N2, target_q_N2.roll(-1, 0))
-        q_target_N2 = td_target(reward_N, next_N2, (is_last_N & ~is_cut_N).float(), args.gamma)
+        q_target_N2 = td_target(reward_N, next_N2, is_over_N.float(), args.gamma)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)
     v_loss = value_loss(v_S2[acted], target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
-    reply_nll = reply_nll_M.sum() / len(acted)
+    reply_nll = reply_nll_M.mean()
     norm = descend(q_loss + v_loss + args.foresee * reply_nll, optimizer, critic, args.max_grad_norm, "critic")
     polyak_update(target, critic, args.polyak)
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     metrics = {"critic/q_loss": q_loss.item(), "critic/v_loss": v_loss.item(), "critic/grad_norm": norm}
     metrics["critic/reply_nll"] = reply_nll.item()
-    metrics["critic/explained_variance"] = 1 - (error_N.var() / return_N.var().clamp(min=1e-8)).item()
+    metrics["critic/explained_variance"] = (
+        1 - (error_N.var(correction=0) / return_N.var(correction=0).clamp(min=1e-8)).item()
+    )
     return metrics | {"critic/bias": error_N.mean().item()}
 
 
@@ -563,7 +579,7 @@ def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args
     acted, tokenizer = states_acted(trajectories), actor.tokenizer
     trunks, states = lay_out(trajectories, tokenizer, append_only)
     taken, end = [action for t in trajectories for action in t.actions], encode(tokenizer, "\n")
-    judged, by_critic = taken, args.actor_loss not in ("bc", "filtered-bc")
+    judged = taken
     utterances = [(*states[s], encode(tokenizer, action) + end) for s, action in zip(acted, taken, strict=True)]
     is_online = args.actor_loss in ("reinforce", "reinforce-bc")
     if is_online:  # E3
@@ -573,11 +589,14 @@ def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args
         judged = [spoken(tokenizer, ids) for ids in sampled]
     weight_N, N = torch.ones(len(taken), device=actor.device), len(taken)
     metrics = {}
-    if by_critic:
+    if args.actor_loss not in IMITATION:
         with torch.no_grad():
             v_S2, q_N2 = critic(trajectories, acted, judged)
         advantage_N = advantages(q_N2, v_S2[acted])  # E3
-        metrics |= {"actor/advantage_mean": advantage_N.mean().item(), "actor/advantage_std": advantage_N.std().item()}
+        metrics |= {
+            "actor/advantage_mean": advantage_N.mean().item(),
+            "actor/advantage_std": advantage_N.std(correction=0).item(),
+        }
     if args.actor_loss == "awr":
         weight_N = awr_weights(advantage_N, args.beta, args.max_weight)  # E7
         metrics["actor/effective_samples"] = effective_samples(weight_N).item()
@@ -603,7 +622,7 @@ def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args
 def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, float], list[Trajectory]]:
     """Every task of the world, sampled and greedy, always from the same seed; and how the critic judges the sampled.
 
-    `known` are all utterances of the data. Returns the sampled dialogues, too.
+    `known` are all utterances of the data. Returns the sampled dialogues, too. Imitation has no critic to be judged.
     """
     tasks = list(range(envs.make(args.env).num_tasks))
     indices, generator = tasks * max(1, round(args.eval_episodes / len(tasks))), torch.Generator(args.device)
@@ -616,11 +635,11 @@ def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, floa
     said = [action for t in played for action in t.actions]
     metrics["eval/unseen"] = float(np.mean([action not in known for action in said]))
     errors = []
-    for part in (played[i : i + 32] for i in range(0, len(played), 32)):
+    for part in (played[i : i + 32] for i in range(0, 0 if args.actor_loss in IMITATION else len(played), 32)):
         _, q_N2 = critic(part, states_acted(part), [action for t in part for action in t.actions])
         returns = [g for t in part for g in mc_returns(t.rewards, args.gamma)]
         errors += (q_N2.min(-1).values.cpu() - torch.tensor(returns)).tolist()
-    return metrics | {"eval/overestimation": float(np.mean(errors))}, played
+    return metrics | ({"eval/overestimation": float(np.mean(errors))} if errors else {}), played
 
 
 # ---------------------------------------------------------- 8. save and resume
@@ -664,6 +683,9 @@ def newest_checkpoint(run: str, flag: str) -> Path:
 # ---------------------------------------------------------- 9. training
 def main(args: Args) -> dict[str, float]:
     """Iterations of critic and actor on recorded dialogues; returns what it writes to summary.json."""
+    for name in ("dataset_size", "batch", "temperature", "max_action_tokens", "keep", "eval_every", "save_every"):
+        if not getattr(args, name) > 0:
+            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
@@ -688,10 +710,11 @@ def main(args: Args) -> dict[str, float]:
     else:
         data = read_data(args, world)
         actor = make_actor(args, args.actor, [t.observations[-1] for t in data[:3000]])
+        data = that_fit(data, actor, world.append_only, args)
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__archer_offline_iql__{args.seed}__{now}"
     known = {action for t in data for action in t.actions}
-    imitated = {"bc": data, "filtered-bc": best(data, args.keep)}.get(args.actor_loss)  # None: a critic is needed
+    imitated = best(data, args.keep) if args.actor_loss == "filtered-bc" else data
     data_return = float(np.mean([sum(t.rewards) for t in data]))
 
     # --- all that learns; a checkpoint overwrites where it starts
@@ -746,19 +769,19 @@ def main(args: Args) -> dict[str, float]:
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began, critic_rows, actor_rows = time.time(), [], []
-        for update in range(args.critic_updates if imitated is None else 0):
+        for update in range(0 if args.actor_loss in IMITATION else args.critic_updates):
             critic_optimizer.param_groups[0]["lr"] = args.critic_lr * rate(update, args.critic_updates)
             critic_rows.append(critic_update(critic, target, critic_optimizer, draw(data), args))
         for update in range(args.actor_updates):
             optimizer.param_groups[0]["lr"] = args.actor_lr * rate(update, args.actor_updates)
-            batch = draw(imitated or data)
-            actor_rows.append(actor_update(actor, critic, optimizer, batch, world.append_only, args, generator))
+            learners = actor, critic, optimizer, draw(imitated)
+            actor_rows.append(actor_update(*learners, world.append_only, args, generator))
 
         state["iteration"] = iteration
         metrics, played = {"iteration": iteration, "data/return": data_return}, []
         for rows in filter(None, (critic_rows, actor_rows)):
             metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
-        learned = args.batch * (len(critic_rows) + len(actor_rows)) * np.mean([len(t) for t in data])
+        learned = args.batch * (len(critic_rows) + len(actor_rows)) * np.mean([len(t) for t in imitated])
         metrics["time/utterances_per_second"] = float(learned / (time.time() - began))
         if iteration % args.eval_every == 0 or iteration == args.iterations:
             state["evaluation"], played = evaluate(actor, critic, known, args)
@@ -796,7 +819,8 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
     """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
     iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
     shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
-    shown |= {"kl": "actor/kl", "entropy": "actor/entropy", "eval": "eval/return", "greedy": "eval/return_greedy"}
+    shown |= {"kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
+    shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
     tqdm.write(line + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics))
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)

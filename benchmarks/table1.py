@@ -11,6 +11,7 @@ mean over the seeds at the end of training, with the half width of its 95 % inte
 """
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -54,20 +55,26 @@ def stop(message: str):
 
 
 def finished(folder: Path) -> Path | None:
-    """The folder of the run in it that has ended."""
-    return next((path.parent for path in sorted(folder.glob("*/summary.json"))), None)
+    """The folder of the run in it that has done all its iterations; one that was interrupted has a summary, too."""
+    for path in sorted(folder.glob("*/summary.json")):
+        last = json.loads((path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        if last["iteration"] == json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["iterations"]:
+            return path.parent
+    return None
 
 
 def run_row(args: Args, row: str, seed: int) -> Path:
     """Runs one cell, unless it has ended before, and returns the folder of its run."""
-    folder = args.runs / f"{row.replace(' ', '')}-{seed}".replace("+", "_").replace(":", "")
+    options = QUICK if args.quick else args.options
+    group = re.sub(r"[^\w.=-]+", "_", f"{args.env} {options}".strip())  # other options, other runs
+    folder = args.runs / group / re.sub(r"\W+", "_", f"{row} {seed}")
     if run := finished(folder):
         return run
     command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder), *ROWS[row]]
     if "REINFORCE" in row:
         checkpoints = run_row(args, "BC", seed) / "checkpoints"
         command += ["--actor", str(max(checkpoints.iterdir()) / "actor")]
-    command += (QUICK if args.quick else args.options).split()
+    command += options.split()
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -88,6 +95,8 @@ def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     if args.seeds < 1 or args.jobs < 1:
         stop("--seeds and --jobs must be at least 1")
+    if args.seeds > max(T95):
+        stop(f"--seeds {args.seeds}: at most {max(T95)}")
     if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
         stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
     seeds = range(1, (2 if args.quick else args.seeds) + 1)
@@ -104,7 +113,8 @@ def main(args: Args) -> str:
     lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
     for row in ROWS:
         last = [json.loads((folders[row, s] / "metrics.jsonl").read_text().splitlines()[-1]) for s in seeds]
-        lines.append(f"| {row} | {' | '.join(interval([r[tag] for r in last]) for tag in SHOWN.values())} |")
+        cells = [interval([r[tag] for r in last]) if tag in last[0] else "" for tag in SHOWN.values()]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
     table = "\n".join(lines)
     print(f"return of the data {last[0]['data/return']:.2f}, {len(seeds)} seeds\n{table}")
     if args.out:

@@ -13,6 +13,7 @@ A dialogue is a dict of n "actions" and "rewards", n + 1 "observations", the las
 """
 
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -77,12 +78,18 @@ def read_dialogues(
     of more than `max_history`. `append_only` says whether a reply in rollouts.jsonl adds to the observation before it
     or takes its place. Raises ValueError with number and field of a malformed record.
     """
+    records, n = [], 0
     try:
         text = Path(path).read_text(encoding="utf-8")
-        lines = [line for line in text.split("\n") if line.strip()]
-        records = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in lines]
+        if text.lstrip()[:1] == "[":
+            records = json.loads(text)
+        for n, line in enumerate([] if records else filter(str.strip, text.split("\n"))):
+            records.append(json.loads(line))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; give a JSON list of dialogues, or JSON lines, one a dialogue") from error
+        where = f"record {n}: " if records else ""
+        raise ValueError(
+            f"{path}: {where}{error}; give a JSON list of dialogues, or a line of JSON a dialogue"
+        ) from error
     if not records:
         raise ValueError(f"{path}: no dialogues in it")
     dialogues, skipped, mended = [], Counter(), 0
@@ -120,7 +127,9 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
         for key, kind in {"observations": str, "actions": str, "rewards": float}.items():
             if not all(isinstance(x, kind) or (kind is float and type(x) is int) for x in record[key]):
                 raise ValueError(f'field "{key}": each must be a {kind.__name__}')
-        return {key: record[key] for key in KEYS}, "", 0
+        made = {key: record[key] for key in KEYS} | {"rewards": [float(reward) for reward in record["rewards"]]}
+        follow(made, append_only)
+        return made, "", 0
     if "turns" in record:
         check(record, {"start": str, "turns": list, "terminated": bool, "answer": str})
         made = {"observations": [record["start"]], "actions": [], "rewards": []}
@@ -129,7 +138,8 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
             before = made["observations"][-1] + turn["action"] if append_only else ""
             made["observations"].append(before + turn["reply"])
             made["actions"].append(turn["action"])
-            made["rewards"].append(turn["reward"])
+            made["rewards"].append(float(turn["reward"]))
+        follow(made, append_only)
         return made | {"terminated": record["terminated"], "answer": record["answer"]}, "", 0
     if "conversation" in record:
         check(record, {"conversation": list, "done": bool, "word": str})
@@ -144,8 +154,21 @@ def check(record: dict, fields: dict[str, type]) -> None:
     """Raises ValueError with the field's name where one is missing, of another type or empty."""
     for key, kind in fields.items():
         value = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(value, kind) or value in ([], ""):
+        fits = isinstance(value, kind) or (kind is float and type(value) is int)
+        if not fits or (value in ([], "") and key not in ("action", "reply")):  # an agent may say nothing
             raise ValueError(f'field "{key}": must be a {kind.__name__} that is not empty')
+
+
+def follow(made: dict, append_only: bool) -> None:
+    """Raises ValueError where observations or rewards are not what a world gives."""
+    texts = made["observations"]
+    if not all(math.isfinite(reward) for reward in made["rewards"]):
+        raise ValueError('field "rewards": must be finite numbers')
+    if not all(texts[:-1]):
+        raise ValueError('field "observations": empty before an action')
+    pairs = zip(texts, made["actions"], texts[1:], strict=False)
+    if append_only and not all(after.startswith(before + action) for before, action, after in pairs):
+        raise ValueError('field "observations": each must begin with the one before and the action')
 
 
 def from_lines(lines: list[str], success: bool, answer: str) -> tuple[dict | None, str, int]:

@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import archer_offline_iql as offline
 import envs
+from envs.datasets import make_dialogues
 
 LOSSES = ["awr", "reinforce", "reinforce-bc", "bc", "filtered-bc"]
 
@@ -200,8 +201,7 @@ def test_critic_update_is_the_loop(actor, data, critic_loss, truncation_is_termi
 def test_the_critic_foresees_replies(actor, data):
     """D7: -log p of the reply's tokens behind the end of the turn, by a plain forward pass; not with --foresee 0."""
     critic, target = make_critic(actor, 1), make_critic(actor, 2)
-    expected, N = 0.0, sum(map(len, data))
-    twin = copy.deepcopy(actor)
+    logps, twin = [], copy.deepcopy(actor)
     twin.transformer.load_state_dict(critic.body.state_dict())
     twin.lm_head = torch.nn.Linear(32, len(actor.tokenizer), bias=False)
     twin.lm_head.weight.data = critic.body.get_input_embeddings().weight.data
@@ -209,10 +209,9 @@ def test_the_critic_foresees_replies(actor, data):
         for k, reply in enumerate(envs.replies(t.observations, t.actions)):
             trunks, states = offline.lay_out([t], actor.tokenizer, True)
             said = offline.encode(actor.tokenizer, t.actions[k]) + offline.encode(actor.tokenizer, "\n")
-            before = trunks[0][: states[k][1]] + said
-            expected -= sum(plain_logps(twin, before, offline.encode(actor.tokenizer, reply))) / N
+            logps.extend(plain_logps(twin, trunks[0][: states[k][1]] + said, offline.encode(actor.tokenizer, reply)))
     metrics = offline.critic_update(critic, target, still(critic), data, small(foresee=0.0))
-    assert metrics["critic/reply_nll"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["critic/reply_nll"] == pytest.approx(-np.mean(logps), rel=1e-4)
     without = gradient(critic)
     offline.critic_update(critic, target, still(critic), data, small(foresee=1.0))
     assert (gradient(critic) - without).norm() > 1e-3
@@ -296,9 +295,8 @@ def test_actor_update_is_the_loop(actor, data, loss, monkeypatch):
     assert metrics["actor/loss"] == pytest.approx(expected, rel=1e-4)
     assert metrics["actor/data_nll"] == pytest.approx(imitation, rel=1e-4)
     assert gradient(actor).norm() > 0 and all(p.grad is None for p in critic.parameters())
-    assert ("actor/clamped" in metrics) == (loss == "awr") and ("actor/advantage_mean" in metrics) == (
-        "bc" not in loss[:11]
-    )
+    assert ("actor/clamped" in metrics) == (loss == "awr")
+    assert ("actor/advantage_mean" in metrics) == (loss not in offline.IMITATION)
 
 
 # ---------------------------------------------- what the critic converges to: a world with a table for its critic
@@ -408,6 +406,9 @@ def finished(tmp_path_factory):
         {"truncation_is_terminal": False, "temperature": 0.7, "anneal_lr": False},
         {"dtype": "bfloat16"},
         {"env": "twenty-questions", "mix": "scripted"},
+        {"batch": 1, "dataset_size": 1},
+        {"critic_updates": 0},
+        {"max_weight": math.inf},
     ],
     ids=str,
 )
@@ -418,11 +419,69 @@ def test_every_switch_runs(tmp_path, changes):
     assert [row.pop("iteration") for row in rows] == [1, 2]
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
     assert {tag for row in rows for tag in row} - set(offline.METRICS) == set()
-    assert ("critic/q_loss" in rows[0]) == (changes.get("actor_loss") not in ("bc", "filtered-bc"))
+    has_critic = changes.get("actor_loss") not in offline.IMITATION
+    assert ("critic/q_loss" in rows[0]) == (has_critic and changes.get("critic_updates") != 0)
+    assert ("eval/overestimation" in rows[-1]) == has_critic
 
 
 def test_the_default_run_logs_every_metric(finished):
     assert {tag for row in lines_of(finished[0]) for tag in row} - {"iteration"} == set(offline.METRICS)
+
+
+def test_filtered_bc_imitates_the_best_and_bc_all(tmp_path, monkeypatch):
+    seen, actor_update = {}, offline.actor_update
+    for loss in offline.IMITATION:
+        returns = seen[loss] = []
+
+        def listen(actor, critic, optimizer, batch, *others, returns=returns):
+            returns.extend(sum(t.rewards) for t in batch)
+            return actor_update(actor, critic, optimizer, batch, *others)
+
+        monkeypatch.setattr(offline, "actor_update", listen)
+        run, _ = go(tmp_path / loss, actor_loss=loss, keep=0.2, actor_updates=10)
+        data = sorted(sum(d["rewards"]) for d in lines_of(run, "dataset.jsonl"))
+    assert min(seen["filtered-bc"]) >= data[-len(data) // 5] and min(seen["bc"]) < data[len(data) // 2]
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path):
+    """limit -> folder of an untrained GPT-2 that reads so many tokens."""
+
+    def make(limit: int) -> str:
+        made = make_dialogues(envs.make("twenty-questions-subset"), 100, 0, "random")
+        tokenizer = offline.make_tokenizer([d["observations"][-1] for d in made], 400)
+        config = GPT2Config(vocab_size=len(tokenizer), n_positions=limit, n_embd=32, n_layer=1, n_head=2)
+        folder = tmp_path / f"gpt2-{limit}"
+        for part in (GPT2LMHeadModel(config), tokenizer):
+            part.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def test_dialogues_that_do_not_fit_are_left_out(tmp_path, capfd, gpt2_folder):
+    """And said; where none fits, the program ends before it has written anything."""
+    actor = offline.make_actor(small(), gpt2_folder(80), [])
+    data = offline.read_data(small(), envs.make("twenty-questions-subset"))
+    fit = offline.that_fit(data, actor, True, small())
+    assert "of 40 dialogues left out" in capfd.readouterr().out and 0 < len(fit) < 40
+    lengths = [len(offline.lay_out([t], actor.tokenizer, True)[0][0]) for t in data]
+    assert fit == [t for t, length in zip(data, lengths, strict=True) if length <= 80 - 6 - 1]
+    with pytest.raises(SystemExit):
+        offline.main(small(runs=tmp_path / "none", actor=gpt2_folder(8)))
+    assert "no dialogue" in capfd.readouterr().err and not (tmp_path / "none").exists()
+
+
+REAL = Path(__file__).parent.parent.parent / "shared/data/guess_my_city.json"  # published with the authors' code
+
+
+@pytest.mark.external
+@pytest.mark.skipif(not REAL.exists(), reason=f"the authors' data of Guess My City is not at {REAL}")
+def test_the_real_data_of_guess_my_city_trains(tmp_path, capfd):
+    """Evaluation is in another world here; what is left out is said."""
+    run, _ = go(tmp_path, dataset=REAL, vocabulary=700, iterations=1, eval_every=1)
+    assert "left out: more than" in capfd.readouterr().out
+    assert all(math.isfinite(figure) for figure in lines_of(run)[0].values())
 
 
 @pytest.mark.gpu
@@ -457,6 +516,7 @@ def test_learning_rates_rise_and_fall(tmp_path, monkeypatch):
     monkeypatch.setattr(offline, "descend", listen)
     go(tmp_path, iterations=2, critic_updates=60, actor_updates=1, critic_lr=1.0e-3, actor_lr=1e-4)
     critic, actor = ([rate for what, rate in rates if what == name] for name in ("critic", "actor"))
+    assert [what for what, _ in rates] == (["critic"] * 60 + ["actor"]) * 2, "the actor comes after the critic"
     assert critic == pytest.approx([1e-3 * min(1, (n + 1) / 50) * (1 - n / 120) for n in range(120)])
     assert actor == pytest.approx([1e-4 / 50, 1e-4 * 2 / 50 * 0.5])
 
@@ -497,6 +557,10 @@ MISUSE = {
     "no data": ({"dataset": "MISSING"}, ["--dataset", "MISSING"]),
     "no dialogues": ({"dataset_size": 0}, ["--dataset-size"]),
     "no such player": ({"mix": "random=0.5,genius=0.5"}, ["--mix", "genius", "scripted"]),
+    "no batch": ({"batch": 0}, ["--batch", "above 0"]),
+    "nothing kept": ({"keep": 0.0, "actor_loss": "filtered-bc"}, ["--keep"]),
+    "never evaluated": ({"eval_every": 0}, ["--eval-every"]),
+    "no temperature": ({"temperature": 0.0}, ["--temperature"]),
     "no such share": ({"mix": "random=half"}, ["--mix", "half"]),
     "a negative share": ({"mix": "random=-1,scripted=2"}, ["--mix", "positive"]),
 }
@@ -528,8 +592,10 @@ def test_a_nan_is_one_line_and_the_last_checkpoint_is_whole(tmp_path, capfd, mon
     assert "critic" in capfd.readouterr().err
     monkeypatch.undo()
     (run,) = tmp_path.iterdir()
-    offline.main(small(runs=tmp_path, resume=run, iterations=9))
-    assert len(lines_of(run)) == 9 and [path for path in run.rglob("*") if ".tmp" in path.name] == []
+    offline.main(small(runs=tmp_path, resume=run, iterations=9, save_every=1))
+    assert [path for path in run.rglob("*") if ".tmp" in path.name] == []
+    unbroken, _ = go(tmp_path / "unbroken", iterations=9, save_every=1)
+    assert timeless(run) == timeless(unbroken), "to the bit, with rates that fall"
 
 
 def test_resume_keeps_what_was_logged(finished, tmp_path):

@@ -104,6 +104,22 @@ def test_guess_my_city(tmp_path):
     assert (won["rewards"], won["terminated"]) == ([-1.0, 0.0], True)
 
 
+def test_an_empty_utterance_and_whole_rewards_are_read(tmp_path):
+    """What an agent may say, and how other programs write -1.0."""
+    turns = [{"action": "", "reply": " no\n", "reward": -1}]
+    record = {"start": "> ", "turns": turns, "terminated": False, "answer": "b"}
+    whole = {"observations": ["> ", ">  no\n"], "actions": [""], "rewards": [-1], "terminated": False, "answer": "b"}
+    (one, two), _ = read(tmp_path, record, whole)
+    assert one == two == whole | {"rewards": [-1.0]} and isinstance(two["rewards"][0], float)
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(CITY) + "\n\n" + json.dumps(CITY) + '\n{"conversation"')
+    with pytest.raises(ValueError, match=r"data\.jsonl: record 2: "):
+        read_dialogues(str(path))
+
+
 LEFT_OUT = {
     "asks back": {"conversation": ["Is it? As an AI I cannot say. What else?"]},
     "turns": {"conversation": ["Is it? No."] * 21},
@@ -126,13 +142,27 @@ BROKEN = {
     "word": CITY | {"word": ["lima"]},
     "rewards": {"observations": ["a", "b"], "actions": ["c"], "rewards": ["d"], "terminated": True, "answer": "e"},
     "observations": {"observations": ["a"], "actions": ["c"], "rewards": [1.0], "terminated": True, "answer": "e"},
+    "observations ": {
+        "observations": ["a", "x"],
+        "actions": ["c"],
+        "rewards": [1.0],
+        "terminated": True,
+        "answer": "e",
+    },
+    "observations  ": {
+        "observations": ["", "c"],
+        "actions": ["c"],
+        "rewards": [1.0],
+        "terminated": True,
+        "answer": "e",
+    },
     "reply": {"start": "a", "turns": [{"action": "c", "reward": 1.0}], "terminated": True, "answer": "e"},
 }
 
 
 @pytest.mark.parametrize("field", BROKEN)
 def test_a_malformed_record_is_named(tmp_path, field):
-    with pytest.raises(ValueError, match=rf'data\.json: record 1, field "{field}"'):
+    with pytest.raises(ValueError, match=rf'data\.json: record 1, field "{field.strip()}"'):
         read(tmp_path, CITY, BROKEN[field])
 
 
