@@ -10,7 +10,8 @@ A world is a gymnasium.Env whose observations and actions are text. Beyond gymna
     id, num_tasks, max_turns    reset(options={"index": i}) picks task i of range(num_tasks)
     max_action_chars            an action is cut at its first newline, stripped, and cut to this length;
                                 info["action"] is what remains. No text is an error, another type is
-    append_only                 True: the next observation begins with the last one and info["action"]
+    append_only                 True: the next observation begins with the last one and info["action"];
+                                False: it is written anew and is all that a policy is given
     best_return, expert_return  mean returns over the tasks; None where unknown
     players                     name -> player(observation, rng) -> action, rng a random.Random
     demonstrations(n, seed)     scripted dialogues of the world `demonstration_env`, to warm up on
@@ -93,13 +94,13 @@ def missing(id: str) -> str | None:
 def replies(observations: list[str], actions: list[str]) -> list[str]:
     """What the world wrote behind each of n actions, from the n + 1 observations around them.
 
-    Where a world is not append-only, that is the whole next observation.
+    Where a world is not append-only, that is the whole next observation, also when it is the last one over again.
 
     >>> replies(["Questions:\\n", "Questions:\\nIs it a cat? No.\\n"], ["Is it a cat?"])
     [' No.\\n']
     """
     turns = zip(observations, actions, observations[1:], strict=False)
-    return [after.removeprefix(before + action) for before, action, after in turns]
+    return [after.removeprefix(before + action) or after for before, action, after in turns]
 
 
 def summarise(dialogues: list[dict]) -> dict[str, float]:

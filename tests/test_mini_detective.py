@@ -1,10 +1,12 @@
 """Mini Detective: the house, the rules, what an observation gives away, and the players."""
 
 import doctest
+import importlib.util
 import random
 import re
 import time
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +109,7 @@ def test_the_clues_tell_all_tasks_apart():
 def test_the_house_fits_together():
     assert all(row["room"] in ROOMS for table in (THINGS, CLUES, PEOPLE, PLACES) for row in table.values())
     assert md.CASE["start"] in ROOMS
+    assert len({frozenset(traits) for traits in md.TRAITS.values()}) == 1, "somebody lacks a trait"
     for room, row in ROOMS.items():
         assert row.get("needs", "lamp") in THINGS
         assert all(room in ROOMS[other]["exits"].values() for other in row["exits"].values()), f"no way back to {room}"
@@ -114,6 +117,46 @@ def test_the_house_fits_together():
         assert len(set(actions)) == len(actions), f"an action of {room} could mean two things"
         for action in actions:
             assert action == action.lower().strip() and "," not in action and len(action) <= 100
+
+
+def test_a_reader_can_change_the_case(tmp_path):
+    """A room, a person, a place, a thing and a clue more, and other points: tasks, best score and expert follow."""
+    source = Path(md.__file__)
+    data = source.with_suffix(".toml").read_text(encoding="utf-8")
+    data = data.replace("arrest = 8", "arrest = 30").replace('north = "library"', 'north = "library", in = "lift"')
+    data += """
+[rooms.lift]
+text = "It hums."
+exits = { out = "hall" }
+[things.rope]
+room = "lift"
+points = 3
+[people.poet]
+room = "lift"
+hair = "red"
+shoes = "boots"
+hat = "no hat"
+[places.globe]
+room = "study"
+[clues.hook]
+room = "hall"
+sight = "A hook for hats."
+points = 7
+do = "examine hook"
+says = "Whoever it was had {hat}."
+note = "{hat}"
+"""
+    data = re.sub(r'^(shoes = "\w+")$(?!\nhat)', r'\1\nhat = "a hat"', data, flags=re.M)
+    (tmp_path / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / source.with_suffix(".toml").name).write_text(data, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("changed", tmp_path / source.name)
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+
+    world = changed.MiniDetective()
+    assert (world.num_tasks, world.best_return) == (35, 20 + 22 + 3 + 7)
+    for index in range(world.num_tasks):
+        assert dialogue(world, changed.expert, random.Random(0), index)["return"] == world.best_return
 
 
 # ------------------------------------------------------------------------------------- the rules
@@ -420,6 +463,11 @@ def say(words: dict[str, str], observation: str, rng) -> str:
 def test_figures_of_illegal_actions_and_of_bad_ends():
     wrong, right = (dialogue(envs.make("mini-detective"), partial(say, words), None, 0) for words in (WRONG, RIGHT))
     assert envs.summarise([wrong]) == {"return": -5.0, "success": 0, "length": 3, "truncated": 0, "invalid": 1 / 3}
+    # An empty action after an illegal one changes not a letter, and is illegal all the same.
+    observations, rewards, *_ = follow(0, "jump, , jump, east")
+    assert observations[1] == observations[2] == observations[3]
+    lost = {"observations": observations, "actions": ["jump", "", "jump", "east"], "rewards": rewards}
+    assert envs.summarise([lost | {"terminated": False}])["invalid"] == 0.75
     assert envs.summarise([right]) == {"return": 8.0, "success": 1, "length": 2, "truncated": 0, "invalid": 0}
 
 
