@@ -10,7 +10,8 @@ A world is a gymnasium.Env whose observations and actions are text. Beyond gymna
     id, num_tasks, max_turns    reset(options={"index": i}) picks task i of range(num_tasks)
     max_action_chars            an action is cut at its first newline, stripped, and cut to this length;
                                 info["action"] is what remains. No text is an error, another type is
-    append_only                 True: the next observation begins with the last one and info["action"]
+    append_only                 True: the next observation begins with the last one and info["action"];
+                                False: it is written anew and is all that a policy is given
     best_return, expert_return  mean returns over the tasks; None where unknown
     players                     name -> player(observation, rng) -> action, rng a random.Random
     demonstrations(n, seed)     scripted dialogues of the world `demonstration_env`, to warm up on
@@ -23,6 +24,7 @@ and success into info["episode"]. tests/test_envs.py holds every world of ENVS t
 """
 
 import inspect
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
@@ -50,7 +52,13 @@ ENVS = {
     "twenty-questions-subset": Entry(
         "envs.twenty_questions:TwentyQuestionsSubset", "the same with 10 words, for quick experiments"
     ),
+    "mini-detective": Entry(
+        "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
+    ),
 }
+
+
+INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds refuse an action
 
 
 def make(id: str, **options):
@@ -86,22 +94,28 @@ def missing(id: str) -> str | None:
 def replies(observations: list[str], actions: list[str]) -> list[str]:
     """What the world wrote behind each of n actions, from the n + 1 observations around them.
 
+    Where a world is not append-only, that is the whole next observation, also when it is the last one over again.
+
     >>> replies(["Questions:\\n", "Questions:\\nIs it a cat? No.\\n"], ["Is it a cat?"])
     [' No.\\n']
     """
     turns = zip(observations, actions, observations[1:], strict=False)
-    return [after.removeprefix(before + action) for before, action, after in turns]
+    return [after.removeprefix(before + action) or after for before, action, after in turns]
 
 
 def summarise(dialogues: list[dict]) -> dict[str, float]:
-    """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid."""
+    """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
+
+    A dialogue has reached its goal when the world ended it and took nothing away for its last action: a world that
+    can end badly says so by a negative reward.
+    """
     every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
-        "success": fmean(d["terminated"] for d in dialogues),
+        "success": fmean(d["terminated"] and d["rewards"][-1] >= 0 for d in dialogues),
         "length": fmean(len(d["actions"]) for d in dialogues),
         "truncated": fmean(not d["terminated"] for d in dialogues),
-        "invalid": fmean("invalid" in reply.lower() for reply in every_reply),
+        "invalid": fmean(bool(INVALID.search(reply)) for reply in every_reply),
     }
 
 

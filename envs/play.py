@@ -14,7 +14,7 @@ def play(world, observation: str) -> dict:
     while not (terminated or truncated):
         before = observation
         observation, _, terminated, truncated, info = world.step(input("> "))
-        print(observation.removeprefix(before + info["action"]).strip())
+        print(envs.replies([before, observation], [info["action"]])[0].strip())
     return info["episode"]
 
 

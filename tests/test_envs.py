@@ -154,6 +154,24 @@ def test_episodes_end_once_and_say_how(world):
         world.step("after the end")
 
 
+def test_the_figures_take_for_a_success_what_the_world_does(world):
+    """A dialogue has no mark of success: `summarise` must find it in the end and the last reward."""
+    rng = random.Random(0)
+    for player in world.players.values():
+        for _ in range(20):
+            observation, info = world.reset(seed=rng.randrange(1000))
+            played = {"observations": [observation], "actions": [], "rewards": []}
+            terminated = truncated = False
+            while not (terminated or truncated):
+                observation, reward, terminated, truncated, info = world.step(player(observation, rng))
+                played["observations"].append(observation)
+                played["actions"].append(info["action"])
+                played["rewards"].append(reward)
+            figures = envs.summarise([played | {"terminated": terminated}])
+            assert figures["success"] == info["episode"]["success"]
+            assert (figures["return"], figures["length"]) == (info["episode"]["return"], info["episode"]["length"])
+
+
 # ---------------------------------------------------------------------------------- demonstrations
 
 
