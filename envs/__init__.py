@@ -50,6 +50,7 @@ ENVS = {
     "twenty-questions-subset": Entry(
         "envs.twenty_questions:TwentyQuestionsSubset", "the same with 10 words, for quick experiments"
     ),
+    "guess-my-city": Entry("envs.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"),
 }
 
 
@@ -94,7 +95,11 @@ def replies(observations: list[str], actions: list[str]) -> list[str]:
 
 
 def summarise(dialogues: list[dict]) -> dict[str, float]:
-    """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid."""
+    """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
+
+    A world calls an action invalid by a reply with that word in it, in capitals or not: "Invalid Question." in both
+    guessing games. A good question that is left unanswered, "I cannot answer that question.", is not among them.
+    """
     every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
