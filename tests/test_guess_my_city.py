@@ -151,7 +151,7 @@ def test_every_question_of_the_players_is_read_as_a_question():
         ("Is your city known for its famous opera house?", "Sydney|Buenos Aires", "Zibo"),
         ("Is your city known for the 2008 Summer Olympics?", "Beijing", "Zibo"),
         ("Is the climate in your hometown tropical?", "Jakarta|Fortaleza", "Moscow|London"),
-        ("Can you tell me if your city is located in South America?", "Lima|Quezon City"[:4], "Mexico City"),
+        ("Can you tell me if your city is located in South America?", "Lima", "Mexico City"),
         ("Is your city located on the island of Java?", "Bandung|Surabaya", "Medan|Tokyo"),
         ("is it in africa", "Cairo|Kinshaha", "Rome"),
         ("Is your city the second largest city in Egypt?", "Alexandria", "Cairo|Giza"),
@@ -394,7 +394,6 @@ def test_ten_thousand_hostile_questions():
             assert reply.endswith("\n") and reply.count("\n") == 1
             assert not any(name.search(gc.fold(reply)) for name in names), (city, info["action"])
             assert not terminated or any(name.search(gc.fold(info["action"])) for name in names)
-    assert len(world.step.__self__.reset()[0]) == len("Questions:\n")
 
 
 def test_hostile_questions_cost_little():
@@ -468,7 +467,7 @@ def test_the_random_player_hardly_ever_wins():
     assert -19.6 < mean_return(dialogues) < -18.5 and success_rate(dialogues) < 0.15
 
 
-@pytest.mark.parametrize(("knobs", "mean", "success"), [({}, -13.1, 0.79), ({"guess": 0.0, "open": 0.0}, -9.0, 1.0)])
+@pytest.mark.parametrize(("knobs", "mean", "success"), [({}, -12.9, 0.79), ({"guess": 0.0, "open": 0.0}, -9.0, 1.0)])
 def test_the_scripted_player(knobs, mean, success):
     dialogues = play_all(envs.make("guess-my-city"), "scripted", rounds=8, **knobs)
     assert mean_return(dialogues) == pytest.approx(mean, abs=0.5)
