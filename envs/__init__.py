@@ -52,6 +52,7 @@ ENVS = {
     "twenty-questions-subset": Entry(
         "envs.twenty_questions:TwentyQuestionsSubset", "the same with 10 words, for quick experiments"
     ),
+    "guess-my-city": Entry("envs.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"),
     "mini-detective": Entry(
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
@@ -108,6 +109,8 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
 
     A dialogue has reached its goal when the world ended it and took nothing away for its last action: a world that
     can end badly says so by a negative reward.
+    A world refuses an action by a reply with "invalid" or "illegal action" in it, in capitals or not. A good question
+    that is left unanswered, "I cannot answer that question.", is not among them.
     """
     every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
     return {

@@ -314,3 +314,15 @@ def test_a_person_can_leave_and_lose():
 def test_play_refuses_nonsense_in_one_line(args):
     result = run("-m", "envs.play", *args)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def test_the_speed_is_told_in_one_line():
+    result = run("-m", "envs.speed", "guess-my-city", "--seconds", "0")
+    assert result.returncode == 0 and result.stdout == "guess-my-city: 0 steps a second\n"
+    result = run("-m", "envs.speed", "guess-my-city", "--seconds", "0.05")
+    assert int(result.stdout.split()[1].replace(",", "")) > 0
+    result = run("-m", "envs.speed", "chess")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
