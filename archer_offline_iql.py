@@ -79,7 +79,7 @@ class Args:
     dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl, replay.jsonl or rollouts.jsonl
     dataset_size: int = 5_000  # dialogues that scripted players make where no file is given
     dataset_seed: int = 0  # of these dialogues
-    mix: str = "random=0.8/expert=0.2"  # the players, by share of dialogues; "random=0.8,expert=0.2" is by turns
+    mix: str = "random=0.8/expert=0.2"  # players by their shares of dialogues; with commas, by shares of turns
 
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
     width: int = 64  # hidden size of the tiny model
