@@ -32,7 +32,6 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
   D4  A tiny GPT-2 trained from scratch on the data alone (--actor gpt2), with learning rates found by measurement.
   D5  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees.
   D6  Both learning rates rise over the first updates and fall linearly to zero (--no-anneal-lr).
-  D7  The critic also learns to foresee the world's replies, at the hidden state that Q is read from (--foresee 0).
 """
 
 import copy
@@ -94,7 +93,6 @@ class Args:
     critic_updates: int = 50  # updates of the critic in an iteration, each with a Polyak step of the target
     gamma: float = 0.95  # discount of an utterance (authors' configuration: 0.99)
     polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
-    foresee: float = 1.0  # weight of -log p of the world's replies in the critic's loss (D7)
     expectile: float = 0.9  # of E6 (authors' configuration: 0.9)
     truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D5)
 
@@ -118,7 +116,6 @@ METRICS = {
     "data/return": "undiscounted return of the dialogues of the data, mean; what imitation aims at",
     "critic/q_loss": "E1 or E8, mean square in units of return; should settle, not grow",
     "critic/v_loss": "E6 or E2, likewise",
-    "critic/reply_nll": "D7, nats a token; falls while the critic still learns what the world will say",
     "critic/grad_norm": "before clipping; a jump is a batch that the critic cannot explain",
     "critic/explained_variance": "of the data's Monte-Carlo returns by V, before the update; below 0 useless",
     "critic/bias": "V minus the data's Monte-Carlo return; with iql above 0, as V is that of a better policy",
@@ -366,26 +363,14 @@ class Critic(nn.Module):
 
     def forward(self, trajectories: list[Trajectory], at: list[int], utterances: list[str]):
         """V of all states [S, 2], n + 1 for each trajectory, and Q [N, 2] of `utterances[i]` in state `at[i]`."""
-        return self.values_and_replies(trajectories, at, utterances, [""] * len(at))[:2]
-
-    def values_and_replies(self, trajectories: list[Trajectory], at: list[int], utterances, replies: list[str]):
-        """V and Q, and -log p [M] of all tokens of the world's `replies` to the utterances, for Q to foresee (D7)."""
         trunks, states = lay_out(trajectories, self.tokenizer, self.append_only)
         said = [encode(self.tokenizer, text) + encode(self.tokenizer, "\n") for text in utterances]
-        after = [encode(self.tokenizer, text) for text in replies]
-        forks = [(*states[s], ids + reply) for s, ids, reply in zip(at, said, after, strict=True)]
-        *packed, columns = pack(trunks, forks)
+        *packed, columns = pack(trunks, [(*states[s], ids) for s, ids in zip(at, said, strict=True)])
         hidden_BTH, _ = forward(self.body, *packed)
         row_S, length_S = torch.tensor(states).T
         v_SH = hidden_BTH[row_S, length_S - 1].float()
-        q_NH = hidden_BTH[row_S[at], [own[len(ids)] for own, ids in zip(columns, said, strict=True)]].float()
-        v_S2 = torch.cat([head(v_SH) for head in self.v_heads], -1)
-        q_N2 = torch.cat([head(q_NH) for head in self.q_heads], -1)
-        seen = [(s, c) for s, own, ids in zip(at, columns, said, strict=True) for c in own[len(ids) : -1]]
-        token_M = torch.tensor([token for ids in after for token in ids], dtype=torch.long, device=self.body.device)
-        hidden_MH = hidden_BTH[row_S[[s for s, _ in seen]], [c for _, c in seen]]
-        logits_MV = (hidden_MH @ self.body.get_input_embeddings().weight.T).float()
-        return v_S2, q_N2, nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+        q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]].float()
+        return torch.cat([h(v_SH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
 
 
 def mlp(inputs: int, width: int, value: float) -> nn.Module:
@@ -551,8 +536,7 @@ def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[s
     reward_N = torch.tensor([reward for t in trajectories for reward in t.rewards], device=device)
     return_N = reward_N.new_tensor([g for t in trajectories for g in mc_returns(t.rewards, args.gamma)])
 
-    replies = [reply for t in trajectories for reply in envs.replies(t.observations, t.actions)]
-    v_S2, q_N2, reply_nll_M = critic.values_and_replies(trajectories, acted, taken, replies)
+    v_S2, q_N2 = critic(trajectories, acted, taken)
     with torch.no_grad():
         target_v_S2, target_q_N2 = target(trajectories, acted, taken)
         next_N2 = target_v_S2[next_N]  # E1
@@ -561,13 +545,11 @@ def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[s
         q_target_N2 = td_target(reward_N, next_N2, is_over_N.float(), args.gamma)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)
     v_loss = value_loss(v_S2[acted], target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
-    reply_nll = reply_nll_M.mean()
-    norm = descend(q_loss + v_loss + args.foresee * reply_nll, optimizer, critic, args.max_grad_norm, "critic")
+    norm = descend(q_loss + v_loss, optimizer, critic, args.max_grad_norm, "critic")
     polyak_update(target, critic, args.polyak)
 
     error_N = v_S2[acted].detach().mean(-1) - return_N
     metrics = {"critic/q_loss": q_loss.item(), "critic/v_loss": v_loss.item(), "critic/grad_norm": norm}
-    metrics["critic/reply_nll"] = reply_nll.item()
     metrics["critic/explained_variance"] = (
         1 - (error_N.var(correction=0) / return_N.var(correction=0).clamp(min=1e-8)).item()
     )

@@ -198,35 +198,6 @@ def test_critic_update_is_the_loop(actor, data, critic_loss, truncation_is_termi
     assert metrics["critic/v_loss"] == pytest.approx(np.mean(v_terms), rel=1e-4)
 
 
-def test_the_critic_foresees_replies(actor, data):
-    """D7: -log p of the reply's tokens behind the end of the turn, by a plain forward pass; not with --foresee 0."""
-    critic, target = make_critic(actor, 1), make_critic(actor, 2)
-    logps, twin = [], copy.deepcopy(actor)
-    twin.transformer.load_state_dict(critic.body.state_dict())
-    twin.lm_head = torch.nn.Linear(32, len(actor.tokenizer), bias=False)
-    twin.lm_head.weight.data = critic.body.get_input_embeddings().weight.data
-    for t in data:
-        for k, reply in enumerate(envs.replies(t.observations, t.actions)):
-            trunks, states = offline.lay_out([t], actor.tokenizer, True)
-            said = offline.encode(actor.tokenizer, t.actions[k]) + offline.encode(actor.tokenizer, "\n")
-            logps.extend(plain_logps(twin, trunks[0][: states[k][1]] + said, offline.encode(actor.tokenizer, reply)))
-    metrics = offline.critic_update(critic, target, still(critic), data, small(foresee=0.0))
-    assert metrics["critic/reply_nll"] == pytest.approx(-np.mean(logps), rel=1e-4)
-    without = gradient(critic)
-    offline.critic_update(critic, target, still(critic), data, small(foresee=1.0))
-    assert (gradient(critic) - without).norm() > 1e-3
-
-
-def test_values_do_not_depend_on_the_replies(actor, data):
-    """What lies behind the end of the turn must not leak into Q, which would then know what it should foresee."""
-    critic = make_critic(actor, 1)
-    acted, said = offline.states_acted(data), [action for t in data for action in t.actions]
-    with torch.no_grad():
-        v, q = critic(data, acted, said)
-        v_too, q_too, _ = critic.values_and_replies(data, acted, said, ["anything\n"] * len(said))
-    assert torch.allclose(v, v_too, atol=1e-5) and torch.allclose(q, q_too, atol=1e-5) and q.std() > 0.01
-
-
 def test_the_order_of_an_update(actor, data):
     """V and Q learn from the target of before the step, the target follows, and the actor sees the critic of after it.
 
@@ -234,7 +205,7 @@ def test_the_order_of_an_update(actor, data):
     """
     critic, target = make_critic(actor, 1), make_critic(actor, 2).requires_grad_(False)
     before, target_before = copy.deepcopy(critic), copy.deepcopy(target)
-    args = small(gamma=0.8, polyak=0.25, foresee=0.0, max_grad_norm=1e9)
+    args = small(gamma=0.8, polyak=0.25, max_grad_norm=1e9)
     acted, taken = offline.states_acted(data), [action for t in data for action in t.actions]
     offline.critic_update(critic, target, torch.optim.SGD(critic.parameters(), lr=1e-2), data, args)
 
