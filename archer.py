@@ -74,7 +74,7 @@ class Args:
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the models; value heads and losses stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the bodies compute; all parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit, and tiny models are no faster with two
 
     actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
@@ -292,16 +292,23 @@ def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
     return ids, position, visible, columns
 
 
+def precision(body):
+    """The context to run a model in: with --dtype bfloat16 it computes so, while its parameters stay float32."""
+    is_half = getattr(body.config, "compute_dtype", "float32") == "bfloat16"
+    return torch.autocast(body.device.type, torch.bfloat16, enabled=is_half)
+
+
 def forward(body, ids, position, visible, cache=None, use_cache: bool = False):
     """One pass of a decoder; a token sees `visible` [B, Q, K]. Returns last hidden states [B, Q, H] and the cache."""
     tokens, limit = int(position.max()) + 1, getattr(body.config, "max_position_embeddings", sys.maxsize)
     if tokens > limit:
         stop(f"a dialogue has {tokens} tokens, {body.config.model_type} reads {limit}; take one with a longer context")
-    blocked = torch.finfo(body.dtype).min  # not -inf: the softmax of a row of padding must stay finite
-    bias = torch.zeros(visible.shape, dtype=body.dtype).masked_fill(~visible, blocked)[:, None]
+    blocked = torch.finfo(torch.bfloat16).min  # not -inf: the softmax of a row of padding must stay finite
+    bias = torch.zeros(visible.shape).masked_fill(~visible, blocked)[:, None]
     inputs = transformers.BatchEncoding({"input_ids": ids, "position_ids": position, "attention_mask": bias})
-    output = body(**inputs.to(body.device), past_key_values=cache, use_cache=use_cache)
-    return output.last_hidden_state, output.past_key_values
+    with precision(body):
+        output = body(**inputs.to(body.device), past_key_values=cache, use_cache=use_cache)
+    return output.last_hidden_state.float(), output.past_key_values
 
 
 def score(actor, trunks, utterances, temperature: float):
@@ -312,7 +319,7 @@ def score(actor, trunks, utterances, temperature: float):
     flat = [(n, row, token) for n, (row, _, ids) in enumerate(utterances) for token in ids]
     owner_M, row_M, token_M = torch.tensor(flat, device=actor.device).T
     hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
-    return actor.get_output_embeddings()(hidden_MH).float() / temperature, token_M, hidden_MH, owner_M
+    return actor.get_output_embeddings()(hidden_MH) / temperature, token_M, hidden_MH, owner_M
 
 
 class Critic(nn.Module):
@@ -344,15 +351,14 @@ class Critic(nn.Module):
             row_S, length_S = torch.tensor(states).T
             v_SH = hidden_BTH[row_S, length_S - 1]
             q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]]
-        v_S2 = torch.cat([head(v_SH.float()) for head in self.v_heads], -1)
-        q_N2 = torch.cat([head(q_NH.float()) for head in self.q_heads], -1)
-        return v_S2, q_N2
+        return torch.cat([h(v_SH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
 
     def cls(self, texts: list[str]) -> torch.Tensor:
         """[CLS] vectors [N, H]; a text that is too long loses its beginning."""
         limit = self.body.config.max_position_embeddings - 2  # RoBERTa keeps two positions for itself
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
-        return self.body(**inputs.to(self.body.device)).last_hidden_state[:, 0]
+        with precision(self.body):
+            return self.body(**inputs.to(self.body.device)).last_hidden_state[:, 0].float()
 
 
 def mlp(inputs: int, width: int, value: float) -> nn.Module:
@@ -396,8 +402,8 @@ def make_actor(args: Args, source: str, texts: list[str]):
         actor = transformers.AutoModelForCausalLM.from_config(config)
     else:
         actor, tokenizer = load(transformers.AutoModelForCausalLM, source, "--actor")
-    actor.tokenizer = tokenizer
-    return actor.to(args.device, getattr(torch, args.dtype)).eval()  # eval: no dropout, ever
+    actor.tokenizer, actor.config.compute_dtype = tokenizer, args.dtype
+    return actor.to(args.device, torch.float32).eval()  # eval: no dropout, ever
 
 
 def make_critic(args: Args, source: str, actor, append_only: bool, value: float) -> Critic:
@@ -418,7 +424,8 @@ def make_critic(args: Args, source: str, actor, append_only: bool, value: float)
         body, tokenizer = load(transformers.AutoModel, source, "--critic")
     tokenizer.truncation_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
-    return Critic(body.to(getattr(torch, args.dtype)), tokenizer, append_only, value).to(args.device).eval()
+    body.config.compute_dtype = args.dtype
+    return Critic(body.float(), tokenizer, append_only, value).to(args.device).eval()
 
 
 # ---------------------------------------------------------- 5. rollouts
@@ -463,7 +470,7 @@ def speak(actor, trunks, states, args: Args, generator, greedy: bool = False, me
             visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
             position = start_BN + len(tokens) - 1
             hidden_BNH, cache = forward(actor.base_model, tokens[-1], position, visible_BNT, cache, use_cache=True)
-        logp_BNV = (head(hidden_BNH).float() / args.temperature).log_softmax(-1)
+        logp_BNV = (head(hidden_BNH) / args.temperature).log_softmax(-1)
         if greedy:
             token_BN = logp_BNV.argmax(-1)
         else:  # the first token whose cumulative probability exceeds a uniform number
@@ -600,7 +607,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, trajectories, 
     logits_MV, token_M, hidden_MH, owner_M = score(actor, trunks, utterances, args.temperature)
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
-    baseline_M = baseline(hidden_MH.detach().float())[:, 0] if args.baseline else torch.zeros_like(logp_M)
+    baseline_M = baseline(hidden_MH.detach())[:, 0] if args.baseline else torch.zeros_like(logp_M)
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
     kl = kl_divergence(logp_MV, start_logp_MV).sum() / len(sampled)
     entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(sampled)

@@ -72,7 +72,7 @@ class Args:
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the models; value heads and losses stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the bodies compute; all parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit, and tiny models are no faster with two
 
     dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl, replay.jsonl or rollouts.jsonl
@@ -325,16 +325,23 @@ def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
     return ids, position, visible, columns
 
 
+def precision(body):
+    """The context to run a model in: with --dtype bfloat16 it computes so, while its parameters stay float32."""
+    is_half = getattr(body.config, "compute_dtype", "float32") == "bfloat16"
+    return torch.autocast(body.device.type, torch.bfloat16, enabled=is_half)
+
+
 def forward(body, ids, position, visible, cache=None, use_cache: bool = False):
     """One pass of a decoder; a token sees `visible` [B, Q, K]. Returns last hidden states [B, Q, H] and the cache."""
     tokens, limit = int(position.max()) + 1, getattr(body.config, "max_position_embeddings", sys.maxsize)
     if tokens > limit:
         stop(f"a dialogue has {tokens} tokens, {body.config.model_type} reads {limit}; take one with a longer context")
-    blocked = torch.finfo(body.dtype).min  # not -inf: the softmax of a row of padding must stay finite
-    bias = torch.zeros(visible.shape, dtype=body.dtype).masked_fill(~visible, blocked)[:, None]
+    blocked = torch.finfo(torch.bfloat16).min  # not -inf: the softmax of a row of padding must stay finite
+    bias = torch.zeros(visible.shape).masked_fill(~visible, blocked)[:, None]
     inputs = transformers.BatchEncoding({"input_ids": ids, "position_ids": position, "attention_mask": bias})
-    output = body(**inputs.to(body.device), past_key_values=cache, use_cache=use_cache)
-    return output.last_hidden_state, output.past_key_values
+    with precision(body):
+        output = body(**inputs.to(body.device), past_key_values=cache, use_cache=use_cache)
+    return output.last_hidden_state.float(), output.past_key_values
 
 
 def score(actor, trunks, utterances, temperature: float):
@@ -345,7 +352,7 @@ def score(actor, trunks, utterances, temperature: float):
     flat = [(n, row, token) for n, (row, _, ids) in enumerate(utterances) for token in ids]
     owner_M, row_M, token_M = torch.tensor(flat, device=actor.device).T
     hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
-    return actor.get_output_embeddings()(hidden_MH).float() / temperature, token_M, hidden_MH, owner_M
+    return actor.get_output_embeddings()(hidden_MH) / temperature, token_M, hidden_MH, owner_M
 
 
 class Critic(nn.Module):
@@ -368,8 +375,8 @@ class Critic(nn.Module):
         *packed, columns = pack(trunks, [(*states[s], ids) for s, ids in zip(at, said, strict=True)])
         hidden_BTH, _ = forward(self.body, *packed)
         row_S, length_S = torch.tensor(states).T
-        v_SH = hidden_BTH[row_S, length_S - 1].float()
-        q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]].float()
+        v_SH = hidden_BTH[row_S, length_S - 1]
+        q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]]
         return torch.cat([h(v_SH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
 
 
@@ -414,8 +421,8 @@ def make_actor(args: Args, source: str, texts: list[str]):
         actor = transformers.AutoModelForCausalLM.from_config(config)
     else:
         actor, tokenizer = load(transformers.AutoModelForCausalLM, source, "--actor")
-    actor.tokenizer = tokenizer
-    return actor.to(args.device, getattr(torch, args.dtype)).eval()  # eval: no dropout, ever
+    actor.tokenizer, actor.config.compute_dtype = tokenizer, args.dtype
+    return actor.to(args.device, torch.float32).eval()  # eval: no dropout, ever
 
 
 # ---------------------------------------------------------- 5. rollouts
@@ -460,7 +467,7 @@ def speak(actor, trunks, states, args: Args, generator, greedy: bool = False, me
             visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
             position = start_BN + len(tokens) - 1
             hidden_BNH, cache = forward(actor.base_model, tokens[-1], position, visible_BNT, cache, use_cache=True)
-        logp_BNV = (head(hidden_BNH).float() / args.temperature).log_softmax(-1)
+        logp_BNV = (head(hidden_BNH) / args.temperature).log_softmax(-1)
         if greedy:
             token_BN = logp_BNV.argmax(-1)
         else:  # the first token whose cumulative probability exceeds a uniform number

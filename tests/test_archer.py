@@ -429,6 +429,32 @@ def test_score_is_the_plain_logp(actor, tokenizer, world, temperature):
     assert len(hidden_MH) == len(expected)
 
 
+@BOTH
+def test_bfloat16_computes_so_but_keeps_small_steps(actor, tokenizer, world):
+    """Fails with parameters in bfloat16, which a step of 1e-5 leaves where they are, and if nothing computes so."""
+    played, _ = play(world, actor, tokenizer)
+    append_only = envs.make(world).append_only
+    fresh = fresh_for(played, actor, tokenizer, append_only)
+    trunks, utterances = utterances_of(played, fresh, tokenizer, append_only)
+    exact_MV = archer.score(actor, trunks, utterances, 1.0)[0]
+    actor.config.compute_dtype = "bfloat16"
+    logits_MV = archer.score(actor, trunks, utterances, 1.0)[0]
+    assert logits_MV.dtype == torch.float32 and 1e-4 < (logits_MV - exact_MV).abs().max() < 0.3
+    before = copy.deepcopy(actor.state_dict())
+    archer.descend(logits_MV.var(), torch.optim.Adam(actor.parameters(), lr=1e-5), actor, 1.0, "actor")
+    moved = [(new - before[name]).abs().max().item() for name, new in actor.state_dict().items()]
+    assert sorted(moved)[len(moved) // 2] == pytest.approx(1e-5, rel=0.1)
+    sampled = fresh_for(played, actor, tokenizer, append_only)  # the cache is in bfloat16, too
+    assert [len(row) for row in sampled] == [len(t) + 1 for t in played]
+    for kind in ("tiny", "tiny-cls"):
+        critic = make_critic(actor, tokenizer, append_only, kind)
+        said = [action for t in played for action in t.actions]
+        exact = critic(played, archer.states_acted(played), said)[1]
+        critic.body.config.compute_dtype = "bfloat16"
+        rough = critic(played, archer.states_acted(played), said)[1]
+        assert rough.dtype == torch.float32 and 0 < (rough - exact).abs().max() < 0.3
+
+
 @TEMPERATURES
 @BOTH
 def test_sampled_logp_of_fresh_utterances_is_the_plain_logp(actor, tokenizer, world, temperature, monkeypatch):
