@@ -7,12 +7,10 @@ actor or critic should compute is computed a second time: one utterance at a tim
 import copy
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gymnasium
@@ -1259,64 +1257,11 @@ def test_the_actors_learning_rate_falls_to_zero(tmp_path, anneal_lr, share):
     assert rates == [pytest.approx(share * 1e-3), 2e-3]
 
 
-# -------------------------------------------------------------------- the program: killed, stopped, misused
+# -------------------------------------------------------------------------- the program: resumed, misused
 
 
 def command(*options) -> list[str]:
     return [sys.executable, str(ROOT / "archer.py"), *map(str, options)]
-
-
-def start(folder: Path, **changes) -> subprocess.Popen:
-    """archer.py as a program of its own, with the arguments `small(...)`."""
-    options = []
-    for key, value in vars(small(runs=folder, **changes)).items():
-        if not isinstance(value, bool) and value != "":
-            options += [f"--{key.replace('_', '-')}", value]
-    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(*options), cwd=ROOT, env=quiet, text=True, **pipes)
-
-
-def wait_for_lines(folder: Path, n: int, process) -> Path:
-    """The run's folder, once its metrics have `n` lines."""
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
-        found = list(folder.glob("*/metrics.jsonl"))
-        if found and found[0].read_text().count("\n") >= n:
-            return found[0].parent
-        time.sleep(0.01)
-    raise AssertionError(f"no {n} lines; exit code {process.poll()}")
-
-
-def test_killed_in_the_middle_of_an_iteration_and_resumed(tmp_path):
-    """SIGKILL in the fourth of six iterations; what was logged after the last checkpoint is played again."""
-    options = {"env": "twenty-questions-subset", "iterations": 6, "critic_updates": 10, "eval_every": 6}
-    whole, _ = go(tmp_path / "whole", **options)
-    process = start(tmp_path / "killed", **options)
-    run = wait_for_lines(tmp_path / "killed", 3, process)
-    time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and not (run / "summary.json").exists()
-    assert len(lines_of(run)) == 3, "the fourth iteration was not reached, or is over already"
-    assert archer.newest_checkpoint(str(run), "--resume").name == "000002"
-
-    archer.main(small(resume=run, runs=tmp_path / "killed", **options))
-    assert timeless(run) == timeless(whole)
-    assert lines_of(run, "rollouts.jsonl") == lines_of(whole, "rollouts.jsonl")
-    assert [path for path in run.rglob("*") if ".tmp" in path.name] == []
-
-
-def test_interrupted_by_control_c(tmp_path):
-    """The iteration it falls into is finished and saved; the program ends as if that had been the last."""
-    process = start(tmp_path, env="twenty-questions-subset", iterations=500, eval_every=500, save_every=500)
-    run = wait_for_lines(tmp_path, 1, process)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (0, "")
-    last = lines_of(run)[-1]["iteration"]
-    assert 1 <= last < 500 and archer.newest_checkpoint(str(run), "--resume").name == f"{last:06d}"
-    assert (run / "summary.json").exists()
 
 
 @pytest.mark.parametrize("form", ["--resume RUN", "--resume=RUN"])

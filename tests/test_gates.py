@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tokenize
 import tomllib
 from collections import Counter, defaultdict
@@ -50,6 +52,8 @@ TINY = {
     "critic_updates": 2,
     "actor_updates": 1,
     "critic_warmup": 0,
+    "critic_pool": 8,
+    "actor_batch": 4,
     "eval_episodes": 4,
     "width": 32,
     "layers": 1,
@@ -455,3 +459,61 @@ def test_the_lock_pins_what_is_required():
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
     names = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
     assert {name.lower() for name in listed_packages()} <= names
+
+
+# ----------------------------------------------------------------------------- killed, stopped, gone on with
+
+
+def start(script: Path, runs: Path, iterations: int, save_every: int) -> subprocess.Popen:
+    """The script as a program of its own, tiny but for the number of its iterations."""
+    options = ["--env", "twenty-questions-subset", "--runs", str(runs), *tiny(script)]
+    options += ["--iterations", str(iterations), "--save-every", str(save_every), "--eval-every", str(iterations)]
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, str(script), *options], cwd=ROOT, env=quiet, text=True, **pipes)
+
+
+def wait_for_lines(runs: Path, n: int, process) -> Path:
+    """The run's folder, once its metrics have `n` lines."""
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        found = list(runs.glob("*/metrics.jsonl"))
+        if found and found[0].read_text().count("\n") >= n:
+            return found[0].parent
+        time.sleep(0.005)
+    raise AssertionError(f"no {n} lines; exit code {process.poll()}, {process.stderr.read()[-2000:]}")
+
+
+def figures_of(run: Path) -> list[dict]:
+    """What the run has logged, but for what a clock measured."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
+
+
+@each_script
+def test_killed_and_resumed_to_the_bit(script, tmp_path):
+    """SIGKILL behind a checkpoint that is some iterations old: what came after it is done again, to the bit."""
+    whole = start(script, tmp_path / "whole", 8, 8)
+    process = start(script, tmp_path / "killed", 8, 3)
+    folder = wait_for_lines(tmp_path / "killed", 4, process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (folder / "summary.json").exists()
+    result = run(sys.executable, script, "--resume", folder)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (whole.communicate()[1], whole.returncode) == ("", 0)
+    (other,) = (tmp_path / "whole").iterdir()
+    assert len(figures_of(folder)) == 8 and figures_of(folder) == figures_of(other)
+    assert (folder / "rollouts.jsonl").read_text() == (other / "rollouts.jsonl").read_text()
+    assert not list(folder.rglob("*.tmp"))
+
+
+@each_script
+def test_stopped_by_control_c(script, tmp_path):
+    """The iteration it falls into is finished and saved, and the program ends as if that had been the last."""
+    process = start(script, tmp_path, 5000, 5000)
+    folder = wait_for_lines(tmp_path, 1, process)
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+    assert 1 <= figures_of(folder)[-1]["iteration"] < 5000 and (folder / "summary.json").exists()
+    assert len(list((folder / "checkpoints").iterdir())) == 1
