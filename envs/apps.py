@@ -1,8 +1,8 @@
 """Apps: solve small office tasks by writing Python that calls the simulated apps of a person.
 
-    world = Apps(split="train")
-    observation, info = world.reset(options={"index": 3})
-    observation, reward, terminated, truncated, info = world.step("apis.phone.find(name='Ada')")
+world = Apps(split="train")
+observation, info = world.reset(options={"index": 3})
+observation, reward, terminated, truncated, info = world.step("apis.phone.find(name='Ada')")
 """
 
 import ast
@@ -73,7 +73,9 @@ def populate(db: sqlite3.Connection, rng: random.Random) -> None:
 
     def add(table: str, **row) -> None:
         names = ", ".join(["id", *row])
-        db.execute(f"insert into {table} ({names}) values ({', '.join('?' * (len(row) + 1))})", [next(ids), *row.values()])
+        db.execute(
+            f"insert into {table} ({names}) values ({', '.join('?' * (len(row) + 1))})", [next(ids), *row.values()]
+        )
 
     names, titles = rng.sample(WORDS["names"], 7), rng.sample(WORDS["titles"], 12)
     for app in LOGIN:
@@ -82,8 +84,15 @@ def populate(db: sqlite3.Connection, rng: random.Random) -> None:
         add("contact", name=name, phone=next(numbers), kind=rng.choice(WORDS["kinds"]))
     days = rng.sample(range(1, 100), 9)
     for title, day in zip(titles, days):
-        add("mail", sender=rng.choice(names[:5]), subject=title, day=day, read=rng.randrange(2), starred=0,
-            words=rng.choice(WORDS["words"]))
+        add(
+            "mail",
+            sender=rng.choice(names[:5]),
+            subject=title,
+            day=day,
+            read=rng.randrange(2),
+            starred=0,
+            words=rng.choice(WORDS["words"]),
+        )
     for title in rng.sample(titles, 5):
         add("note", title=title, words=rng.choice(WORDS["words"]))
     add("account", balance=rng.randrange(100, 1000))
@@ -169,7 +178,9 @@ def make_task(split: str, index: int) -> Task:
     apps = set(scenario.apps.split()) | {rng.choice([app for app in DATA if app not in ("tables", "words")])}
     index_lines = []
     for app in sorted(apps):
-        index_lines.append(f"{app}: " + " ".join(name.partition(".")[2] for name in sorted(CALLS) if name.startswith(f"{app}.")))
+        index_lines.append(
+            f"{app}: " + " ".join(name.partition(".")[2] for name in sorted(CALLS) if name.startswith(f"{app}."))
+        )
     prompt = (
         f"{scenario.sentence.format(**values)}\n"
         "Write Python: apis.app.call(). "

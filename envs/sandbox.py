@@ -172,7 +172,7 @@ class Zygote:
     """
 
     def __init__(self, seconds: float, max_output: int):
-        self.lock = threading.Lock()
+        self.lock, self.owner = threading.Lock(), os.getpid()
         self.line, theirs = socket.socketpair()
         numbers = [theirs.fileno(), MEMORY, CPU_SECONDS, seconds, max_output]
         # -P -s and an environment of our own are what -I stands for; but -I would also pass over the seed.
@@ -197,12 +197,15 @@ class Zygote:
             socket.send_fds(self.line, [b"fork\n"], [line.fileno()])
 
     def kill(self, pid: int) -> None:
-        with self.lock, suppress(OSError):  # without a zygote its child is left to the clock of the kernel
-            self.line.sendall(b"kill %d\n" % pid)
+        if self.owner == os.getpid():  # a fork of this process has only copies
+            with self.lock, suppress(OSError):  # without a zygote its child is left to the clock of the kernel
+                self.line.sendall(b"kill %d\n" % pid)
 
     def close(self) -> None:
         """Ends it and all its children."""
         self.line.close()
+        if self.owner != os.getpid():
+            return
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:

@@ -254,19 +254,19 @@ def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seco
 
     set_handler(_signal.SIGPROF, alarm)
     variables = {"__name__": "__main__"}
-    original, apis = dict(vars(builtins)), Names(ask)
+    original, apis, execute, new_output = dict(vars(builtins)), Names(ask), run, Output
     while True:
         while "run" not in (message := receive()):
             """The answer to a call that the code has made behind our back."""
         # Whatever the last turn has made of them.
         vars(builtins).update(original)
         variables["apis"] = apis
-        output = sys.stdout = sys.stderr = Output(max_output)
+        output = sys.stdout = sys.stderr = new_output(max_output)
         # Two clocks of CPU time: an alarm, which leaves the variables as they are, and for code that swallows it or
         # that does not come back to Python the kernel, which ends the process.
         set_limit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, cpu_seconds))
         set_timer(_signal.ITIMER_PROF, seconds, 0.1)
-        run(message["run"], variables, output)
+        execute(message["run"], variables, output)
         set_timer(_signal.ITIMER_PROF, 0)
         send({"done": message["turn"], "output": "".join(output.parts)})
 
