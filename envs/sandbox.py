@@ -17,6 +17,7 @@ the code there. It is no container: read docs/worlds.md before you give it to pe
 Linux and macOS; a sandbox belongs to one thread at a time, but different ones may run in different threads.
 """
 
+import ast
 import atexit
 import json
 import os
@@ -29,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from keyword import iskeyword
 from pathlib import Path
 
 MEMORY = 128 * 2**20  # bytes of address space of a child, of which Python takes 17 MB
@@ -69,6 +71,15 @@ class Sandbox:
         A child that breaks, or is broken by its code, is replaced, and what is returned says so. Raises OSError only
         if no child can be had at all.
         """
+        if call := plain_call(code):
+            try:
+                result = answer(*call)
+            except Refused as refused:
+                return self.shown(f"ApiError: {refused}")
+            except Finished:
+                self.close()
+                return ""
+            return self.shown("" if result is None else repr(json.loads(json.dumps(result))))
         if self.line is None:
             self.start()
         self.turn += 1
@@ -102,9 +113,13 @@ class Sandbox:
             return {"error": str(refused)}
 
     def end(self, done: object, output: object) -> str:
-        """The output of a turn. Addresses of objects differ from run to run and are left out."""
+        """The output of a turn."""
         if done != self.turn or type(output) is not str or self.received:
             raise ValueError("it spoke out of turn")
+        return self.shown(output)
+
+    def shown(self, output: str) -> str:
+        """The output as the agent gets it: cut, encodable, without addresses, which differ from run to run."""
         output = output[: self.max_output].encode("utf-8", "replace").decode("utf-8")
         return re.sub(r" at 0x[0-9a-f]+", "", output)
 
@@ -162,6 +177,30 @@ class Sandbox:
         if left <= 0:
             raise TimeoutError
         return left
+
+
+WORD = r"[A-Za-z]\w{0,50}"
+VALUE = r"(?:0|-?[1-9]\d{0,15}|'[^'\\\x00-\x1f\ud800-\udfff]*'|None)"
+ARGUMENT = re.compile(f"({WORD})=({VALUE})", re.ASCII)
+PLAIN = re.compile(rf"apis\.({WORD}(?:\.{WORD}){{0,5}})\(((?:{WORD}={VALUE}(?:, ?{WORD}={VALUE})*)?)\)", re.ASCII)
+
+
+def plain_call(code: str) -> tuple[str, dict] | None:
+    """Name and arguments of code that is one call with plain arguments and nothing else; None for any other code.
+
+    It could only do what is done here without a process, hundreds of times faster: most turns of small models.
+
+    >>> plain_call("apis.mail.find(sender='Ada', page=2)"), plain_call("apis.mail.find(sender=name)")
+    (('mail.find', {'sender': 'Ada', 'page': 2}), None)
+    """
+    match = PLAIN.fullmatch(code)
+    if not match:
+        return None
+    found = ARGUMENT.findall(match[2])
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names) or any(map(iskeyword, [*names, *match[1].split(".")])):
+        return None  # Python does not take it
+    return match[1], {name: ast.literal_eval(value) for name, value in found}
 
 
 class Zygote:

@@ -17,28 +17,31 @@ Three walls, each enough for what an agent is likely to try:
     host      believes nothing that comes along the line (envs/sandbox.py)
 """
 
-import ast
+import _signal
+import _socket
 import builtins
 import gc
 import json
+import os
 import posix
-import random
 import resource
 import sys
 import time
 import types
 import warnings
-
-import _signal
-import _socket
+from _ast import Expr, Expression
+from _ast import PyCF_ONLY_AST as PARSE
+from builtins import compile, eval, exec, len, repr, type  # ours, whatever agents make of theirs
 
 # What agents may import: all of it is loaded before the first child exists, and nothing can be loaded afterwards.
 MODULES = (
-    "ast bisect collections collections.abc copy datetime functools heapq itertools json math operator random re "
-    "string textwrap time"
-).split()
+    "bisect collections collections.abc copy datetime functools heapq itertools json math operator random re string"
+)
+MODULES = [*MODULES.split(), "ast", "textwrap", "time"]
+os.register_at_fork = lambda **hooks: None  # with which random would draw a new seed in every child
 for module in MODULES:
     __import__(module)
+sys.modules["random"].seed(0)
 # The functions of these modules are deleted wherever a loaded module holds them, except for the harmless ones named.
 REACHING = {
     "posix": "fspath",
@@ -63,8 +66,11 @@ MAX_LINE = 100_000  # bytes of a line to the host, which reads no longer ones
 
 
 def system_calls() -> types.SimpleNamespace:
-    """What reaches the system, under its usual name: for `zygote` to hold while the modules forget it."""
-    return types.SimpleNamespace(**(vars(posix) | vars(resource)))
+    """What `zygote` needs of that which reaches the system, for it to hold while the modules forget the rest."""
+    names = "fork kill waitpid _exit write getpid getuid chroot dup2 close closerange setgroups setgid setuid setrlimit"
+    known = vars(posix) | vars(resource)
+    limits = [name for name in known if name.startswith("RLIMIT_")]
+    return types.SimpleNamespace(**{name: known[name] for name in [*names.split(), "WNOHANG", *limits]})
 
 
 def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int, cpu_seconds: int) -> None:
@@ -254,13 +260,11 @@ def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seco
 
     set_handler(_signal.SIGPROF, alarm)
     variables = {"__name__": "__main__"}
-    original, apis, execute, new_output = dict(vars(builtins)), Names(ask), run, Output
+    apis, execute, new_output = Names(ask), run, Output  # agents can reach the module's
     while True:
         while "run" not in (message := receive()):
             """The answer to a call that the code has made behind our back."""
-        # Whatever the last turn has made of them.
-        vars(builtins).update(original)
-        variables["apis"] = apis
+        variables["apis"] = apis  # whatever the last turn has made of it
         output = sys.stdout = sys.stderr = new_output(max_output)
         # Two clocks of CPU time: an alarm, which leaves the variables as they are, and for code that swallows it or
         # that does not come back to Python the kernel, which ends the process.
@@ -271,14 +275,14 @@ def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seco
         send({"done": message["turn"], "output": "".join(output.parts)})
 
 
-def run(code: str, variables: dict, output: Output, parse=ast.parse, Expression=ast.Expression, Expr=ast.Expr) -> None:
+def run(code: str, variables: dict, output: Output) -> None:
     """Runs the code. The value of a last line that is an expression is shown, as in a notebook; an error in one line.
 
     An error whose own text goes wrong is raised, and ends the child.
     """
     try:
-        tree = parse(code, "<code>")
-        last = Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], Expr) else None
+        tree = compile(code, "<code>", "exec", PARSE)
+        last = Expression(tree.body.pop().value) if tree.body and type(tree.body[-1]) is Expr else None
         if tree.body:
             exec(compile(tree, "<code>", "exec"), variables)
         if last:
@@ -289,7 +293,7 @@ def run(code: str, variables: dict, output: Output, parse=ast.parse, Expression=
         where, trace = None, error.__traceback__
         while trace := trace.tb_next:
             where = where or trace.tb_lineno  # the first line below this function is one of the agent's
-        line = f" (line {where})" if where and "\n" in code and not isinstance(error, SyntaxError) else ""
+        line = f" (line {where})" if where and "\n" in code else ""
         output.write(f"{type(error).__name__}: {error}{line}")
 
 
@@ -303,7 +307,6 @@ def main() -> None:
     zygote(system_calls(), kept, int(control), int(memory), int(cpu_seconds))
     *calls, leave, add_hook = kept
     add_hook(refuse)
-    random.seed(0)  # only here, as a fork seeds anew
     try:
         serve(*calls, int(cpu_seconds), float(seconds), int(max_output))
     finally:

@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -96,7 +95,9 @@ ATTACKS = {
         "apis._ask.__globals__.update(ORDINARY={'open'}, refuse=print)\n" + CLASSES + "C['FileIO']('FILE')",
         REFUSED,
     ),
-    "builtins without errors": ("import builtins\nbuiltins.PermissionError = int\n" + CLASSES + "C['FileIO']('/')", "."),
+    "builtins without errors": (
+        "import builtins\nbuiltins.PermissionError = int\n" + CLASSES + "C['FileIO']('FILE').read()", REFUSED
+    ),
     "the environment": (CLASSES + "dict(C['_wrap_close'].__init__.__globals__['environ'])", "PYTHONHASHSEED|Error"),
     # ---------------------------------------------------------------------------------- the host's data
     "fields of the stubs": ("vars(apis), vars(apis.supervisor), dir(apis._ask)", "_ask"),
@@ -150,7 +151,9 @@ ATTACKS = {
     "output that is no text": ("import sys\nsys.stdout.parts.append(b'x')", STOPPED),
     "no output": ("import sys\nsys.stdout = None", "^$"),
     "the first output": ("import sys\nsys.__stdout__.write('x')\nsys.__stdout__.flush()", "."),
-    "a text that lies": ("class S(str):\n    def __getitem__(self, i): return 3\nimport sys\nsys.stdout.write(S('x'))", "."),
+    "a text that lies": (
+        "class S(str):\n    def __getitem__(self, i): return 3\nimport sys\nsys.stdout.write(S('x'))", "1|" + STOPPED
+    ),
     "an error whose text is an error": ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E", STOPPED),
     "an error whose text leaves": ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", STOPPED),
     "an error whose text has no end": (
@@ -265,6 +268,37 @@ def test_an_attack_is_held_and_the_next_turn_works(name, box, host, tmp_path, mo
 )
 def test_what_code_prints(code, output, box, host):
     assert box.run(code, host.answer) == output
+
+
+PLAIN = [
+    "apis.add(a=1, b=2)", "apis.add(a=1,b=-20)", "apis.keep(value='a b, c=1')", "apis.keep()", "apis.keep(value=None)",
+    "apis.long()", "apis.nothing.here(x='ä')", "apis.end()", "apis.add(a='x', b='y')", "apis.add(a=0, b=1234567890123)",
+]  # fmt: skip
+NOT_PLAIN = [
+    "apis.add(a=1, a=2)", "apis.add(a=1b=2)", "apis.add(a=1, b=2,)", "apis.add(a=01, b=2)", "apis.add(a=1 b=2)",
+    "apis.add(class=1)", "apis.class.x()", "apis.None()", "apis.keep(value='\\x41')", "apis.keep(value='a\nb')",
+    "apis.keep(value='a' 'b')", "apis.keep(value='it''s')", "apis.keep(value=x)", "apis.keep(value=[1])", "apis()",
+    "apis.keep(value='\x00')", "apis.keep(value='\ud800')", "apis._ask()", "x = apis.add(a=1, b=2)", "apis.add(a=1", "",
+    "apis.keep(value='\r')", "apis.keep (value=1)", "apis.add(1, 2)", "apis.keep(value=1)\n", "apis.keep(**{'a': 1})",
+]  # fmt: skip
+
+
+def test_a_plain_call_needs_no_process_and_makes_no_difference(monkeypatch):
+    results = []
+    for plain_call in (module.plain_call, lambda code: None):
+        monkeypatch.setattr(module, "plain_call", plain_call)
+        host = Host()
+        for code in [*PLAIN, *NOT_PLAIN, *random_programs(200, 5)]:
+            host.kept.append(code)
+            with Sandbox(seconds=0.05) as box:
+                host.kept.append(box.run(code, host.answer))
+        results.append(host.kept)
+    assert results[0] == results[1]
+
+
+def test_which_code_is_a_plain_call():
+    assert [code for code in PLAIN if module.plain_call(code) is None] == []
+    assert [code for code in NOT_PLAIN if module.plain_call(code) is not None] == []
 
 
 def test_sets_have_the_same_order_every_time(box, host):
