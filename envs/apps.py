@@ -116,17 +116,25 @@ def device_calls(kind: str, words: dict[str, str], rng: random.Random) -> dict[s
 # A state is all its rows, {(table, id): row}.
 
 
-def new_database() -> sqlite3.Connection:
+def open_database(content: bytes) -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    db.execute("pragma page_size = 512")  # a table takes a page at least, and each task keeps a copy
-    for table, columns in DATA["tables"].items():
-        db.execute(f"create table {table} (id integer primary key, {columns})")
+    db.deserialize(content)
     return db
 
 
+@lru_cache
+def empty_database() -> bytes:
+    """The tables without rows."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    db.execute("pragma page_size = 512")  # a table takes a page at least, and each task keeps a copy
+    for table, columns in DATA["tables"].items():
+        db.execute(f"create table {table} (id integer primary key, {columns})")
+    return db.serialize()
+
+
 def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> None:
-    """Fills a new database with invented people and things; `kinds` are the devices that there are."""
-    numbers = iter(rng.sample(range(100, 1000), 200))  # ids, phone numbers, passwords: each is there once
+    """Fills an empty database with invented people and things; `kinds` are the devices that there are."""
+    numbers = iter(rng.sample(range(100, 1000), 120))  # ids, phone numbers, passwords: each is there once
 
     def add(table: str, **row) -> None:
         marks = ", ".join("?" * (len(row) + 1))
@@ -235,7 +243,7 @@ def make_task(split: str, index: int) -> Task:
     rng = random.Random(id)
     makers = DATA["device"]["challenge" if scenario.challenge else "words"]
     for _ in range(100):  # until there is something to do: nobody may have written two mails, or a note says it already
-        db = new_database()
+        db = open_database(empty_database())
         populate(db, rng, makers["kind"].split())
         people = {name for (name,) in db.execute("select name from contact")}
         values = {"me": rng.choice([name for name in WORDS["name"] if name not in people]), "today": FRESH["day"](rng)}
@@ -351,8 +359,7 @@ class Apps(gymnasium.Env):
             raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
         self.close()
         self.task = make_task(self.split, index)
-        self.db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self.db.deserialize(self.task.start)
+        self.db = open_database(self.task.start)
         self.logged_in, self.answer, self.completed = set(), None, False
         self.observation, self.turns, self.over = self.task.prompt, 0, False
         return self.observation, {"answer": self.task.id}

@@ -88,9 +88,7 @@ def test_no_two_tasks_are_the_same():
 
 
 def test_a_task_is_the_same_every_time():
-    before = make_task("train", 17)
-    make_task.cache_clear()
-    assert make_task("train", 17) == before and make_task("dev", 17) != before
+    assert make_task.__wrapped__("train", 17) == make_task("train", 17) != make_task("dev", 17)
 
 
 def test_questions_have_one_answer():
@@ -126,13 +124,9 @@ def test_prompts_and_solutions_are_short(solved):
 
 def test_a_scenario_that_asks_for_nothing_is_refused(monkeypatch):
     bad = SCENARIOS[0]._replace(name="bad", answer=None)
-    monkeypatch.setattr(apps, "SCENARIOS", [bad])
-    make_task.cache_clear()
-    tasks_of.cache_clear()
-    with pytest.raises(ValueError, match=r"^bad\.train0_1: in 100 databases there was nothing to do"):
-        make_task("train", 0)
-    make_task.cache_clear()
-    tasks_of.cache_clear()
+    monkeypatch.setattr(apps, "tasks_of", lambda split: [(bad, 0, 1)])
+    with pytest.raises(ValueError, match=r"^bad\.train0_1: in 100 databases there was nothing to do$"):
+        make_task.__wrapped__("train", 0)
 
 
 # ----------------------------------------------------------------------------- what only training lacks
@@ -493,20 +487,23 @@ def test_players_go_on_from_anywhere():
 # --------------------------------------------------------------------------------- random programs
 
 LINES = [
-    "x = 1", "print(x)", "for x in range(9): print(x)", "while True: pass", "if x:",
+    "x = 1", "print(x)", "for x in range(9): print(x)", "if x:",
     "    x = 2", "try:", "except: pass",
     "x = apis.mail.list()", "x = apis.mail.list(page=1)[0]", "apis.mail.star(id=x['id'])", "apis.phone.list(page=x)",
     "apis.notes.add(title='a', words='b')", "for m in apis.mail.list(): apis.mail.read(id=m['id'])", "exit()",
     "import json",
     "apis.phone.text(phone=x, words='b')", "x = [x]", "f()", "def f(): apis.mail.delete(id=x['id'])", "(",
-    "apis._ask.__closure__[1].cell_contents({'call': 'notes.pin', 'kwargs': {'id': x}})", "del x", "lambda: x",
+    "[c.cell_contents for c in apis._ask.__closure__ if getattr(c.cell_contents, '__name__', '') == 'send'][0]("
+    "{'call': 'notes.add', 'kwargs': {'title': 'forged', 'words': 'line'}})",
+    "del x", "lambda: x",
     "apis.mail.delete(id=apis.mail.list()[0]['id'])", "apis.calendar.add(title='a', day=1, hour=x)",
     "apis.pay.balance()",
 ]  # fmt: skip
 
 
-def run_random_programs(n: int) -> None:
+def run_random_programs(n: int, monkeypatch) -> None:
     """The database is what the calls that were answered have made of it, whatever else the code has done."""
+    monkeypatch.setattr(sandbox, "PATIENCE", 3.0)
     world, rng = Apps(max_turns=20), random.Random(0)
     world.sandbox.seconds = 0.05
     answered, call = [], world.call
@@ -522,6 +519,7 @@ def run_random_programs(n: int) -> None:
             world.reset(options={"index": rng.randrange(world.num_tasks)})
             answered.clear()
         program = "\n".join(rng.choice(LINES) for _ in range(rng.randrange(1, 5)))
+        program += "\nwhile True: pass" * (rng.random() < 0.02)
         *_, terminated, truncated, _ = world.step(program)
         over = terminated or truncated
         if rng.random() < 0.1 and not over:
@@ -535,10 +533,10 @@ def run_random_programs(n: int) -> None:
     world.close()
 
 
-def test_random_programs():
-    run_random_programs(300)
+def test_random_programs(monkeypatch):
+    run_random_programs(300, monkeypatch)
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_programs():
-    run_random_programs(10_000)
+def test_ten_thousand_random_programs(monkeypatch):
+    run_random_programs(10_000, monkeypatch)
