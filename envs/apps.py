@@ -43,7 +43,7 @@ import gymnasium
 import envs
 from envs.apps_tasks import SCENARIOS, Scenario
 from envs.datasets import dialogue
-from envs.sandbox import Finished, Refused, Sandbox
+from envs.sandbox import Finished, Refused
 
 # -------------------------------------------------------------------------------------- 1. the apps
 
@@ -320,7 +320,8 @@ class Apps(gymnasium.Env):
     and "tests" besides. Raises envs.WorldBroken if no process for the code can be had.
 
     Options: `split`, one of SPLITS; `reward`, "fraction" of the tests or "success", 1 if all were passed; `max_turns`;
-    `max_output`, the characters of a turn's output that are shown.
+    `max_output`, the characters of a turn's output that are shown; `sandbox`, where the code runs: "process" or, with
+    the package pydantic-monty, the stricter "monty".
     """
 
     id = "apps"
@@ -331,11 +332,20 @@ class Apps(gymnasium.Env):
     best_return = 1.0
     expert_return = 1.0
 
-    def __init__(self, split: str = "train", reward: str = "fraction", max_turns: int = 10, max_output: int = 1000):
+    def __init__(
+        self,
+        split: str = "train",
+        reward: str = "fraction",
+        max_turns: int = 10,
+        max_output: int = 1000,
+        sandbox: str = "process",
+    ):
         if split not in SPLITS:
             raise ValueError(f"split: {split!r} is none of {', '.join(SPLITS)}")
         if reward not in ("fraction", "success"):
             raise ValueError(f"reward: {reward!r} is neither fraction nor success")
+        if sandbox not in ("process", "monty"):
+            raise ValueError(f"sandbox: {sandbox!r} is neither process nor monty")
         self.split, self.reward, self.max_turns, self.max_output = split, reward, max_turns, max_output
         tasks = tasks_of(split)
         self.num_tasks = len(tasks)
@@ -344,6 +354,10 @@ class Apps(gymnasium.Env):
         self.is_question = tuple(scenario.answer is not None for scenario, _, _ in tasks)
         self.observation_space = AnyText(2000 + max_turns * (self.max_action_chars + max_output + 100))
         self.action_space = AnyText(self.max_action_chars)
+        if sandbox == "monty":
+            from envs.sandbox_monty import MontySandbox as Sandbox
+        else:
+            from envs.sandbox import Sandbox
         self.sandbox = Sandbox(max_output=max_output)
         self.over = True  # until the first reset
 
@@ -359,6 +373,7 @@ class Apps(gymnasium.Env):
             raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
         self.close()
         self.task = make_task(self.split, index)
+        self.sandbox.names = tuple(self.task.calls)
         self.db = open_database(self.task.start)
         self.logged_in, self.answer, self.completed = set(), None, False
         self.observation, self.turns, self.over = self.task.prompt, 0, False

@@ -51,11 +51,12 @@ class Finished(Exception):
 class Sandbox:
     """A Python that keeps its variables until `close`; it starts with the first turn and may be used again.
 
-    `seconds` of CPU time end a turn with an error; `max_output` characters are kept of what a turn prints.
+    `seconds` of CPU time end a turn with an error; `max_output` characters are kept of what a turn prints. `names`,
+    the calls that there are, need not be given: `apis` here takes any name and `answer` refuses it.
     """
 
-    def __init__(self, seconds: float = 1.0, max_output: int = 1000):
-        self.seconds, self.max_output = seconds, max_output
+    def __init__(self, seconds: float = 1.0, max_output: int = 1000, names: tuple[str, ...] = ()):
+        self.seconds, self.max_output, self.names = seconds, max_output, names
         self.line: socket.socket | None = None
         self.turn = 0
 

@@ -38,10 +38,6 @@ MODULES = (
     "bisect collections collections.abc copy datetime functools heapq itertools json math operator random re string"
 )
 MODULES = [*MODULES.split(), "ast", "textwrap", "time"]
-os.register_at_fork = lambda **hooks: None  # with which random would draw a new seed in every child
-for module in MODULES:
-    __import__(module)
-sys.modules["random"].seed(0)
 # The functions of these modules are deleted wherever a loaded module holds them, except for the harmless ones named.
 REACHING = {
     "posix": "fspath",
@@ -71,6 +67,13 @@ def system_calls() -> types.SimpleNamespace:
     known = vars(posix) | vars(resource)
     limits = [name for name in known if name.startswith("RLIMIT_")]
     return types.SimpleNamespace(**{name: known[name] for name in [*names.split(), "WNOHANG", *limits]})
+
+
+def load() -> None:
+    os.register_at_fork = lambda **hooks: None  # with which random would draw a new seed in every child
+    for module in MODULES:
+        __import__(module)
+    sys.modules["random"].seed(0)
 
 
 def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int, cpu_seconds: int) -> None:
@@ -298,6 +301,7 @@ def run(code: str, variables: dict, output: Output) -> None:
 
 
 def main() -> None:
+    load()
     control, memory, cpu_seconds, seconds, max_output = sys.argv[1:]
     warnings.simplefilter("ignore")
     # What a child needs to the end. Agents' code that gets hold of these can talk to the host, which it may, and can

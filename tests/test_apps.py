@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 import threading
 from collections import Counter, defaultdict
 
@@ -426,6 +427,7 @@ def test_a_world_that_has_no_process_is_broken(monkeypatch):
     [
         ({"split": "test"}, "split: 'test' is none of train, dev, test-normal, test-challenge"),
         ({"reward": "fracture"}, "reward: 'fracture' is neither fraction nor success"),
+        ({"sandbox": "box"}, "sandbox: 'box' is neither process nor monty"),
     ],
 )
 def test_options_that_do_not_exist(options, message):
@@ -448,6 +450,35 @@ def test_worlds_in_threads_do_not_meet():
         thread.join()
     assert sum(map(len, results.values())) == Apps("dev").num_tasks
     assert all(reward == 1.0 for rewards in results.values() for reward in rewards)
+
+
+@pytest.mark.external
+def test_the_stricter_sandbox_solves_the_same_tasks():
+    pytest.importorskip("pydantic_monty")
+    for split in ("dev", "test-challenge"):
+        world = envs.make("apps", split=split, sandbox="monty")
+        failed = [i for i in range(world.num_tasks) if play(world, i, apps.expert)["return"] != 1.0]
+        assert failed == []
+    world.reset(options={"index": index_of("shop-buy", "test-challenge")})
+    for code, output in [
+        ("x = 3", ""), ("x + 1", " 4"), ("print(x)", " 3"), ("import socket", "Error"), ("open('/etc')", "Error"),
+        ("while True: pass", "TimeoutError"), ("'x' * 10 ** 10", "MemoryError"), ("(", "SyntaxError"),
+        ("apis.shop.search(item='tea')", "has no parameter item"), ("apis.shop.nothing()", "AttributeError"),
+        ("apis.shop.search('tea')", "keyword arguments only"), ("apis.shop.search(product={1})", "must be str"),
+        ("x", " 3"),
+    ]:  # fmt: skip
+        assert output in output_of(world, code) and not difference(world.task.state, read_state(world.db))
+        world.turns = 0
+    shown = output_of(world, "try:\n    apis.supervisor.complete_task()\nexcept Exception:\n    apis.shop.buy(item=1)")
+    assert "Task completed" in shown
+    world.close()
+
+
+def test_the_stricter_sandbox_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic_monty", None)
+    monkeypatch.delitem(sys.modules, "envs.sandbox_monty", raising=False)
+    with pytest.raises(envs.Unavailable, match=r"^apps needs the package pydantic_monty: pip install pydantic_monty$"):
+        envs.make("apps", sandbox="monty")
 
 
 # ------------------------------------------------------------------------------------------ the players
