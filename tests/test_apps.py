@@ -2,9 +2,11 @@
 
 import random
 import re
+import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -571,3 +573,10 @@ def test_random_programs(monkeypatch):
 @pytest.mark.slow
 def test_ten_thousand_random_programs(monkeypatch):
     run_random_programs(10_000, monkeypatch)
+
+
+def test_the_benchmark_runs():
+    command = [sys.executable, "benchmarks/apps.py", "--turns", "30", "--worlds", "2"]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120, check=False)
+    assert result.returncode == 0 and "memory of 2 processes" in result.stdout, result.stderr
