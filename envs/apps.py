@@ -22,7 +22,8 @@ It is made in the likeness of AppWorld (Trivedi et al. 2024, arXiv:2407.18901), 
                  see `no_op_returns`
 
 The code runs in a process of its own (envs/sandbox.py). Database and tests are in this one, so that the code can do
-nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in apps_tasks.py.
+nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in apps_tasks.py. These
+files, sandbox_child.py, datasets.py and __init__.py are all there is to it; they need gymnasium and nothing else.
 """
 
 import ast
@@ -40,7 +41,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-import envs
+from envs import WorldBroken
 from envs.apps_tasks import SCENARIOS, Scenario
 from envs.datasets import dialogue
 from envs.sandbox import Finished, Refused
@@ -59,7 +60,7 @@ class Call(NamedTuple):
     name: str  # "mail.star"
     parameters: dict[str, tuple[type, object]]  # type and default by name; `...` for a parameter that must be given
     about: str
-    sql: list[str]  # empty for the three calls that `Apps.call` does itself
+    sql: list[str]  # empty for the two calls that `Apps.call` does itself
 
     @property
     def doc(self) -> str:
@@ -389,7 +390,7 @@ class Apps(gymnasium.Env):
         try:
             output = self.sandbox.run(action, self.call)
         except OSError as error:
-            raise envs.WorldBroken(f"apps: {error}") from error
+            raise WorldBroken(f"apps: {error}") from error
         self.turns += 1
         truncated = not self.completed and self.turns == self.max_turns
         self.over = self.completed or truncated

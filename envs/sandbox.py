@@ -11,7 +11,7 @@
 
 The code shares nothing with this process but a line of text, and so this file has to be right about one thing: every
 line that comes may have been written by the code itself. At worst it is a call with any arguments, which the code could
-have made anyway, or it says what the code has printed. envs/sandbox_child.py is the other end, and says what bounds
+have made anyway, or it says what the code has printed. envs/sandbox_child.py is the other end, and says what confines
 the code there. It is no container: read docs/worlds.md before you give it to people rather than to language models.
 
 Linux and macOS; a sandbox belongs to one thread at a time, but different ones may run in different threads.
@@ -36,6 +36,7 @@ from pathlib import Path
 MEMORY = 128 * 2**20  # bytes of address space of a child, of which Python takes 17 MB
 CPU_SECONDS = 60  # of a child in all its turns
 PATIENCE = 10.0  # seconds on the wall for one turn: long, as only code that waits for something meets it
+START = 60.0  # seconds on the wall for a process to start
 MAX_LINE = 100_000  # bytes of a line of a child
 MAX_CALLS = 500  # of one turn
 
@@ -129,16 +130,16 @@ class Sandbox:
         for last in (False, True):
             self.zygote = zygote(self.seconds, self.max_output)
             self.line, theirs = socket.socketpair()
-            self.received, self.deadline = b"", time.monotonic() + PATIENCE
+            self.received, self.deadline = b"", time.monotonic() + START
             try:
                 with theirs:
                     self.zygote.fork(theirs)
                 self.pid = self.receive()["pid"]
                 return
             except OSError:
+                self.line.close()
                 self.line = None
-                self.zygote.close()
-                if last:
+                if last or not self.zygote.has_died():
                     raise
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ PLAIN = re.compile(rf"apis\.({WORD}(?:\.{WORD}){{0,5}})\(((?:{WORD}={VALUE}(?:, 
 def plain_call(code: str) -> tuple[str, dict] | None:
     """Name and arguments of code that is one call with plain arguments and nothing else; None for any other code.
 
-    It could only do what is done here without a process, hundreds of times faster: most turns of small models.
+    It could do no more than is done here without a process, a hundred times faster: most turns of small models.
 
     >>> plain_call("apis.mail.find(sender='Ada', page=2)"), plain_call("apis.mail.find(sender=name)")
     (('mail.find', {'sender': 'Ada', 'page': 2}), None)
@@ -205,7 +206,7 @@ def plain_call(code: str) -> tuple[str, dict] | None:
 
 
 class Zygote:
-    """The process from which children are forked: 1 ms each instead of 70, and with most of their memory shared.
+    """The process from which children are forked: 3 ms of CPU time each instead of 40, and most of their memory shared.
 
     It is a Python of its own, not a fork of this one, so that it may be started before or after torch or threads are.
     Raises OSError if it does not start.
@@ -227,7 +228,7 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
             )
             theirs.close()
-            self.line.settimeout(60)
+            self.line.settimeout(START)
             if self.line.recv(64) != b"ready\n":
                 raise OSError("the Python for agents' code does not start; its error stands above")
         # The folder is gone now, and with it all that could be found or made in it.
@@ -240,6 +241,13 @@ class Zygote:
         if self.owner == os.getpid():  # a fork of this process has only copies
             with self.lock, suppress(OSError):  # without a zygote its child is left to the clock of the kernel
                 self.line.sendall(b"kill %d\n" % pid)
+
+    def has_died(self) -> bool:
+        try:
+            self.process.wait(1)  # its line is closed a moment before it is gone
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def close(self) -> None:
         """Ends it and all its children."""

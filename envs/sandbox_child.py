@@ -32,12 +32,13 @@ import warnings
 from _ast import Expr, Expression
 from _ast import PyCF_ONLY_AST as PARSE
 from builtins import compile, eval, exec, len, repr, type  # ours, whatever agents make of theirs
+from contextlib import suppress
 
 # What agents may import: all of it is loaded before the first child exists, and nothing can be loaded afterwards.
-MODULES = (
-    "bisect collections collections.abc copy datetime functools heapq itertools json math operator random re string"
-)
-MODULES = [*MODULES.split(), "ast", "textwrap", "time"]
+MODULES = [
+    "ast", "bisect", "collections", "collections.abc", "copy", "datetime", "functools", "heapq", "itertools", "json",
+    "math", "operator", "random", "re", "string", "textwrap", "time",
+]  # fmt: skip
 # The functions of these modules are deleted wherever a loaded module holds them, except for the harmless ones named.
 REACHING = {
     "posix": "fspath",
@@ -48,12 +49,14 @@ REACHING = {
     "_socket": "",
     "_imp": "acquire_lock release_lock lock_held",
     "sys": "exc_info excepthook exit getrecursionlimit getsizeof intern",
+    "sys.monitoring": "",
     "gc": "",
     "marshal": "",
     "resource": "",
     "_locale": "",
+    "time": "asctime ctime gmtime localtime mktime monotonic perf_counter process_time strftime strptime time time_ns",
 }
-# Audit events of ordinary code, see https://docs.python.org/3/library/audit_events.html
+# Audit events of ordinary code and of ours, see https://docs.python.org/3/library/audit_events.html
 ORDINARY = frozenset(["compile", "exec", "builtins.id", "sys.unraisablehook", "resource.setrlimit"])
 NOBODY = 65534  # the user and the group of that name, also where they have no name
 MAX_LINE = 100_000  # bytes of a line to the host, which reads no longer ones
@@ -70,6 +73,7 @@ def system_calls() -> types.SimpleNamespace:
 
 
 def load() -> None:
+    """Imports what agents may import."""
     os.register_at_fork = lambda **hooks: None  # with which random would draw a new seed in every child
     for module in MODULES:
         __import__(module)
@@ -84,7 +88,8 @@ def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int,
     """
     line = _socket.socket(fileno=control)
     if system.getuid() == 0:
-        system.chroot(".")  # the host has started us in an empty folder
+        with suppress(OSError):  # some containers do not let their root do this
+            system.chroot(".")  # the host has started us in an empty folder
     forget(system, kept)
     alive, dying, heard = set(), set(), b""
     line.sendall(b"ready\n")
@@ -121,9 +126,10 @@ def confine(system: types.SimpleNamespace, line: int, memory: int, cpu_seconds: 
     system.dup2(line, 0)
     system.closerange(1, 4096)
     if system.getuid() == 0:
-        system.setgroups([])
-        system.setgid(NOBODY)
-        system.setuid(NOBODY)
+        with suppress(OSError):
+            system.setgroups([])
+            system.setgid(NOBODY)
+            system.setuid(NOBODY)
     limits = {
         system.RLIMIT_AS: memory,
         system.RLIMIT_CPU: cpu_seconds,
@@ -167,9 +173,10 @@ def forget(system: types.SimpleNamespace, kept: list) -> None:
     numbers = {id(value) for value in [*mine, get_objects, get_referrers, freeze]}
     if others := [thing for thing in get_objects() if reaches_out(thing) and id(thing) not in numbers]:
         raise RuntimeError(f"not forgotten: {others}")
-    strangers = [holder for holder in get_referrers(*mine) if holder not in (vars(system), kept, mine)]
+    known = [vars(system)], (kept, mine)  # a call's arguments are a tuple, and hold them, too
+    strangers = [x for x in get_referrers(*mine) if x not in known[0] and list(x) not in known[1]]
     if strangers:
-        raise RuntimeError(f"not forgotten by: {[(type(x), x) for x in strangers]}")
+        raise RuntimeError(f"not forgotten by: {strangers}")
     freeze()  # the collector would write to every page, and the children share them
 
 

@@ -76,6 +76,7 @@ ATTACKS = {
     "a library": (CLASSES + "C['ExtensionFileLoader']('x', '/x.so').create_module(C['ModuleSpec']('x', None))", GONE),
     "fork": ("apis._ask.__globals__['posix'].fork()", GONE),
     "kill": ("apis._ask.__globals__['posix'].kill(PID, 9)", GONE),
+    "the clock of the machine": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", GONE),
     "signals": ("apis._ask.__globals__['_signal'].signal(27, None)", GONE),
     # ------------------------------------------------------------------------ frames, code, interpreter
     "frame of a traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e\nx.__traceback__.tb_frame", REFUSED),
@@ -422,18 +423,18 @@ for thing in todo:
     elif kind not in ('method-wrapper', 'int', 'str'):
         for name in names.split():
             try:
-                todo.append(getattr(thing, name))
-            except BaseException:
+                todo.append(object.__getattribute__(thing, name))
+            except (AttributeError, PermissionError, ValueError):
                 pass
-modules = 'posix io _io _thread _signal _socket _imp sys gc marshal resource _locale'.split()
-print(len(seen), sorted(f for f in found if f.split('.')[0] in modules))
+print(len(seen), sorted(f for f in found if f.rpartition('.')[0] in MODULES))
 """
 
 
 def test_no_function_that_reaches_the_system_can_be_reached(host):
     """Follows every attribute, item and cell from all that agents' code can name."""
+    search = SEARCH.replace("MODULES", repr(list(sandbox_child.REACHING)))
     with Sandbox(seconds=20, max_output=5000) as box:
-        count, _, names = box.run(CLASSES + SEARCH, host.answer).partition(" ")
+        count, _, names = box.run(CLASSES + search, host.answer).partition(" ")
     harmless = {f"{owner}.{name}" for owner, names in sandbox_child.REACHING.items() for name in names.split()}
     assert int(count) > 10_000
     found = set(re.findall(r"'([\w.]+)'", names))
