@@ -29,7 +29,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
 
-__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "make", "missing", "replies", "summarise"]
+__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "WorldBroken", "make", "missing", "replies", "summarise"]
+
+
+class WorldBroken(RuntimeError):
+    """A world broke for reasons of its own, a server or a child process: the episode says nothing about the agent."""
 
 
 class Unavailable(RuntimeError):
@@ -56,6 +60,7 @@ ENVS = {
     "mini-detective": Entry(
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
+    "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
 }
 
 
