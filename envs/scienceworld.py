@@ -4,7 +4,7 @@
     observation, info = world.reset(seed=0)
     observation, reward, terminated, truncated, info = world.step("focus on dove")
 
-    Task: Your task is to find a(n) living thing. First, focus on the thing. Then, move it to the red box in the kitchen.
+    Task: Your task is to find a(n) living thing. First, focus on the thing. Then, move it to the red box in the ...
     This room is called the outside. In it, you see: ...
     In your inventory, you see: ...
     You focus on the dove.
@@ -130,7 +130,8 @@ class Simulator:
 
     def __init__(self):
         java = find_java()
-        logging.getLogger("py4j").setLevel(logging.CRITICAL)  # at length and in vain, of processes that we have ended
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        logging.getLogger().addFilter(not_py4j)
         try:
             # The process ends when its standard input closes: so also when we are killed. A group of its own keeps
             # Ctrl-C from it, so that a trainer can end in good order.
@@ -167,6 +168,11 @@ class Simulator:
 
     def close(self) -> None:
         self._finalizer()
+
+
+def not_py4j(record: logging.LogRecord) -> bool:
+    """Keeps py4j's tracebacks from the terminal: of a process that has gone, Died says all there is to say."""
+    return record.module != "java_gateway"
 
 
 def end(process) -> None:
