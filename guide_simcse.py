@@ -63,14 +63,10 @@ class Args:
     updates: int = 20  # batches in an iteration
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
-    rank: str = (
-        ""  # a task of the evaluation data, or a description in words: list its best actions instead of training
-    )
+    rank: str = ""  # a task of the evaluation data, or a description in words: list its best actions, train nothing
     guide: str = ""  # the guide that --rank asks, a run's guide/; the newest in --runs if not given
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of the encoder's matrix products; auto: bfloat16 where fast
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 where it is fast
     threads: int = 2  # on the CPU
 
     train_data: str = ""  # file of gold actions; if none is given, it is made from ScienceWorld and kept in data/
