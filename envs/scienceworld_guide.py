@@ -81,7 +81,7 @@ def collect(folder: Path, wanted: list[tuple[str, int, bool]], workers: int) -> 
     """
     from envs.scienceworld import Died, Simulator  # here: whoever only reads files needs no Java
 
-    own, simulators = threading.local(), []
+    own, simulators, stopped = threading.local(), [], threading.Event()
 
     def make(job: tuple[str, int, bool]) -> None:
         for attempt in range(3):
@@ -94,7 +94,7 @@ def collect(folder: Path, wanted: list[tuple[str, int, bool]], workers: int) -> 
             except Died:
                 own.simulator.close()
                 own.simulator = None
-                if attempt == 2:
+                if attempt == 2 or stopped.is_set():
                     raise
 
     def path_of(job: tuple[str, int, bool]) -> Path:
@@ -108,7 +108,8 @@ def collect(folder: Path, wanted: list[tuple[str, int, bool]], workers: int) -> 
             for _ in pool.imap_unordered(make, missing):
                 progress.update()
             progress.close()
-    finally:
+    finally:  # also after Ctrl-C, while the workers are still at it
+        stopped.set()
         for simulator in simulators:
             simulator.close()
     for job in wanted:
