@@ -9,7 +9,7 @@ import pytest
 from envs import scienceworld_guide as data
 
 pytest.importorskip("py4j", reason="scienceworld is not installed")
-from envs.scienceworld import TASKS, Died, find_java, variations  # noqa: E402
+from envs.scienceworld import TASKS, Died, find_java, variations
 
 REAL = Path(__file__).parent.parent.parent / "shared/data/guide_train.jsonl.gz"
 
