@@ -59,7 +59,7 @@ from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines 
 class Args:
     env: str = "scienceworld"  # the world; the guide knows no other
     seed: int = 1  # of everything random in the run, but for the data
-    iterations: int = 25  # rounds of updates
+    iterations: int = 18  # rounds of updates
     updates: int = 20  # batches in an iteration
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew

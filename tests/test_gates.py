@@ -391,7 +391,7 @@ HOW_TO_RUN = [
     ("python archer.py --resume", "", ""),
     ("python archer.py", "TINY", ""),
     ("python archer_offline_iql.py", "TINY", ""),
-    ("python guide_simcse.py --rank", "--threads 1", ""),
+    ("python guide_simcse.py --rank", "--rank task2 --threads 1", ""),
     ("python guide_simcse.py --resume", "", ""),
     ("python guide_simcse.py", "TINY", ""),
     ("python benchmarks/table1.py", "--quick", ""),
