@@ -28,6 +28,7 @@ import os
 import random
 import shutil
 import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -132,16 +133,17 @@ class Simulator:
         java = find_java()
         logging.getLogger("py4j").setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(not_py4j)
+        folder = tempfile.TemporaryDirectory(prefix="scienceworld-")  # it writes a list of objects to where it runs
         try:
             # The process ends when its standard input closes: so also when we are killed. A group of its own keeps
             # Ctrl-C from it, so that a trainer can end in good order.
             port, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=[*self.OPTIONS], java_path=java, die_on_exit=True, return_proc=True,
-                create_new_process_group=True,
+                create_new_process_group=True, cwd=folder.name,
             )  # fmt: skip
         except (OSError, ValueError) as error:
             raise FileNotFoundError(f"{java} does not run the simulator: {error}") from error
-        self._finalizer = weakref.finalize(self, end, self.process)
+        self._finalizer = weakref.finalize(self, end, self.process, folder)
         parameters = GatewayParameters(port=port, auto_field=True, read_timeout=self.TIMEOUT)
         self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
         # It prints every step at length; nobody reads that.
@@ -175,10 +177,11 @@ def not_py4j(record: logging.LogRecord) -> bool:
     return record.module != "java_gateway"
 
 
-def end(process) -> None:
+def end(process, folder) -> None:
     """Ends a Java process, which has nothing to save."""
     process.kill()
     process.wait()
+    folder.cleanup()
 
 
 @lru_cache(maxsize=1)
