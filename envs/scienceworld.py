@@ -97,7 +97,7 @@ def variations(task: str, split: str) -> range:
 # ---------------------------------------------------------------------------- 2. the simulator
 
 
-class Died(RuntimeError):
+class Died(OSError):
     """The Java process is gone, hangs, or has run into an error of its own."""
 
 
