@@ -23,16 +23,14 @@ Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXi
   E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              sec. 2.2          sample
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
-  D1  Targets, and the player, use a copy of the network that is renewed every 50 updates (--copy-every 1): each action
-      is then encoded once in 50 updates, and no target runs after itself.
+  D1  Targets, and the player, use a copy of the network that is renewed every 50 updates (--copy-every 1): a text is
+      then encoded once in 50 updates, and no target runs after itself.
   D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer (--no-q-hidden).
   D3  Transitions with positive reward fill the half of the memory meant for them (--priority released): the authors'
       agent never marks one, so that its memory and its batches have half the size.
-  D4  The step limit bootstraps, and no transition crosses a reset; the authors' world takes a step to reset, which
-      their memory holds as an ordinary one.
+  D4  The step limit bootstraps, and no transition crosses a reset, as one in each episode of the authors' does.
   D5  Byte pairs trained on the world's own text may span words; the authors bring along 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
-  D7  Worlds draw for themselves whether they are pruned, in the authors' code all of them together.
 """
 
 import copy
@@ -40,14 +38,13 @@ import json
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -61,6 +58,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import envs
+from envs.scienceworld import TASKS, variations
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -95,8 +93,7 @@ class Args:
     memory: int = 100_000  # transitions that the replay memory holds (authors' flag: 100,000)
     priority: Literal["reward", "released"] = "reward"  # which transitions fill the priority part (D3)
     priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5)
-    batch: int = 64  # transitions in an update (authors' default: 64)
-    updates: int = 1  # updates in a step of all worlds (authors' default: 1)
+    batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
     lr: float = 1e-4  # of Adam (authors' default: 1e-4)
     gamma: float = 0.9  # discount (authors' default: 0.9)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
@@ -112,10 +109,8 @@ METRICS = {
     "rollout/success": "share of these that reached 100",
     "rollout/failure": "share that ended with -100, as the wrong thing was focused on; should fall",
     "rollout/length": "actions in an episode, mean",
-    "rollout/valid": "valid actions of a state, mean",
-    "rollout/candidates": "of these, how many the explorer was given",
+    "rollout/candidates": "actions that the explorer was given, mean; without a guide all that are valid",
     "rollout/entropy": "of the policy over these in nats; near 0 it has stopped exploring",
-    "rollout/epsilon": "probability of not pruning (E5)",
     "rollout/died": "Java processes that died since the last line; not 0 wants a look at the machine's memory",
     "explorer/loss": "E3, mean; grows when the first rewards are found, then should settle",
     "explorer/q": "Q of the actions in the batch, mean in points of score; far beyond 100 it has diverged",
@@ -123,7 +118,6 @@ METRICS = {
     "explorer/grad_norm": "before clipping",
     "memory/size": "transitions in the replay memory",
     "memory/priority": "of these, in the priority part; at 0 no reward has been found yet",
-    "memory/texts": "different texts met so far",
     "eval/test_score": "mean of max(score, 0) of greedy episodes on test variations, in percent; the paper's figure",
     "eval/test_success": "share of these that reached 100",
     "eval/test_failure": "share that ended with -100",
@@ -176,63 +170,51 @@ def view(info: dict, texts: Texts) -> View:
     return View(tuple(map(texts.add, fields)), texts.add(info["task"]), valid)
 
 
-class Transition(NamedTuple):
-    state: tuple[int, int, int]
-    action: int
-    reward: float
-    next_state: tuple[int, int, int]
-    next_actions: np.ndarray  # int32, among which E2 takes the maximum
-    terminated: bool  # not truncated: the limit bootstraps (D4)
-
-
 class Replay:
-    """Two rings of transitions: the priority part and the rest."""
+    """Two rings of transitions in one memory: first the priority part, then the rest."""
 
     def __init__(self, capacity: int, fraction: float):
-        self.fraction = fraction
-        self.capacities = int(capacity * fraction), capacity - int(capacity * fraction)
-        self.parts: list[list[Transition]] = [[], []]
-        self.positions = [0, 0]
+        self.fraction, first = fraction, int(capacity * fraction)
+        self.starts, self.capacities, self.pushed = (0, first), (first, capacity - first), [0, 0]
+        self.numbers = np.zeros((capacity, 7), np.int32)  # of texts: state, action, next state
+        self.figures = np.zeros((capacity, 2), np.float32)  # reward, terminated
+        self.next_actions = [np.zeros(0, np.int32)] * capacity
 
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
+    def sizes(self) -> list[int]:
+        """How many transitions are in the two parts."""
+        return [min(n, capacity) for n, capacity in zip(self.pushed, self.capacities, strict=True)]
 
-    def push(self, transition: Transition, is_prior: bool) -> None:
-        n = 0 if is_prior and self.capacities[0] else 1
-        if len(self.parts[n]) < self.capacities[n]:
-            self.parts[n].append(transition)
-        else:
-            self.parts[n][self.positions[n]] = transition
-        self.positions[n] = (self.positions[n] + 1) % self.capacities[n]
+    def push(self, state, action: int, next_state, reward: float, terminated: bool, next_actions, is_prior: bool):
+        part = 0 if is_prior and self.capacities[0] else 1
+        row = self.starts[part] + self.pushed[part] % self.capacities[part]
+        self.numbers[row], self.figures[row] = (*state, action, *next_state), (reward, terminated)
+        self.next_actions[row] = next_actions
+        self.pushed[part] += 1
 
-    def sample(self, size: int, rng: np.random.Generator, fill: bool = True) -> list[Transition]:
-        """`fraction` of them from the priority part, none twice; `fill`: the rest makes up for what is missing there."""
-        prior = min(int(self.fraction * size), len(self.parts[0]))
-        rest = min(size - (prior if fill else int(self.fraction * size)), len(self.parts[1]))
-        drawn = zip(self.parts, (prior, rest), strict=True)
-        return [part[i] for part, n in drawn for i in rng.choice(len(part), n, replace=False)]
+    def sample(self, size: int, rng: np.random.Generator, fill: bool = True):
+        """N transitions: texts [N, 7], reward and end [N, 2], and the actions among which E2 takes the maximum.
+
+        `fraction` of them come from the priority part, none twice; with `fill` the rest makes up for what it lacks.
+        """
+        share, (first, second) = int(self.fraction * size), self.sizes()
+        prior = min(share, first)
+        rest = min(size - (prior if fill else share), second)
+        drawn = rng.choice(first, prior, False), self.starts[1] + rng.choice(second, rest, False)
+        rows = np.concatenate(drawn).astype(int)
+        return self.numbers[rows], torch.from_numpy(self.figures[rows]), [self.next_actions[row] for row in rows]
 
     def state_dict(self) -> dict:
         """Everything as tensors, which load without running code."""
-        rows = [t for part in self.parts for t in part]
-        sets = [torch.from_numpy(t.next_actions) for t in rows]
-        return {
-            "positions": self.positions,
-            "sizes": [len(part) for part in self.parts],
-            "numbers": torch.tensor([[*t.state, t.action, *t.next_state, t.terminated] for t in rows]),
-            "rewards": torch.tensor([t.reward for t in rows]),
-            "next_actions": torch.cat([*sets, torch.zeros(0, dtype=torch.int32)]),
-            "lengths": torch.tensor([len(row) for row in sets]),
-        }
+        rows = np.concatenate([start + np.arange(n) for start, n in zip(self.starts, self.sizes(), strict=True)])
+        sets = [self.next_actions[row] for row in rows]
+        arrays = rows, self.numbers[rows], self.figures[rows], np.concatenate([*sets, np.zeros(0, np.int32)])
+        return {"pushed": self.pushed, "lengths": list(map(len, sets)), "arrays": [torch.from_numpy(a) for a in arrays]}
 
     def load_state_dict(self, state: dict) -> None:
-        sets = np.split(state["next_actions"].numpy(), np.cumsum(state["lengths"].numpy())[:-1])
-        rows = [
-            Transition(tuple(n[:3]), n[3], reward, tuple(n[4:7]), actions, bool(n[7]))
-            for n, reward, actions in zip(state["numbers"].tolist(), state["rewards"].tolist(), sets, strict=False)
-        ]
-        self.parts = [rows[: state["sizes"][0]], rows[state["sizes"][0] :]]
-        self.positions = state["positions"]
+        rows, numbers, figures, sets = (array.numpy() for array in state["arrays"])
+        self.pushed, self.numbers[rows], self.figures[rows] = state["pushed"], numbers, figures
+        for row, actions in zip(rows, np.split(sets, np.cumsum(state["lengths"])[:-1]), strict=False):
+            self.next_actions[row] = actions
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -348,9 +330,9 @@ class Copy:
         self.fields = [Table(lambda numbers, name=name: encode(name, numbers)) for name in FIELDS]
         self.actions = Table(lambda numbers: self.network.action_part(encode("action", numbers)))
 
-    def q(self, states: list[tuple[int, int, int]], actions: list[np.ndarray]) -> list[torch.Tensor]:
+    def q(self, state_N3: np.ndarray, actions: list[np.ndarray]) -> list[torch.Tensor]:
         """Q [A] of each state's actions."""
-        columns = zip(self.fields, np.array(states).T, strict=True)
+        columns = zip(self.fields, state_N3.T, strict=True)
         state_NH = self.network.state_part([table(column) for table, column in columns])
         return [self.network.q(state, self.actions(row)) for state, row in zip(state_NH, actions, strict=True)]
 
@@ -401,17 +383,8 @@ class Guide:
         is_kept_A = self.is_navigation[view.valid] & (not self.args.prune_navigation)  # D6
         return view.valid[prune(cosine_A, is_kept_A, self.args.top_k)]
 
-    def state_dict(self) -> dict:
-        """The vectors made so far: made anew in other company they might differ in the last bit."""
-        return {"row": torch.from_numpy(self.table.row), "data": self.table.data} if self.table else {}
-
-    def load_state_dict(self, state: dict) -> None:
-        if self.table and state and state["data"] is not None:
-            self.table.row, self.table.data = state["row"].numpy(), state["data"]
-            self.table.size = int(self.table.row.max()) + 1
-
     def candidates(self, view: View, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-        """What the explorer may take now: with probability epsilon all that is valid (D7)."""
+        """What the explorer may take now: with probability epsilon all that is valid."""
         return view.valid if rng.random() < epsilon else self.pruned(view)
 
 
@@ -449,7 +422,7 @@ def choose(explorer: Copy | None, views: list[View], candidates: list[np.ndarray
     Any policy of state and candidates may stand here. Without an explorer every candidate is as good as the next.
     """
     if explorer:
-        q = explorer.q([view.state for view in views], candidates)
+        q = explorer.q(np.array([view.state for view in views]), candidates)
     else:
         q = [torch.zeros(len(row)) for row in candidates]
     return [int(q_A.argmax()) if u is None else sample(q_A, u[i]) for i, q_A in enumerate(q)], q
@@ -467,60 +440,50 @@ class Rollouts:
 
     def __init__(self, args: Args):
         options = {"task": args.task, "simplifications": args.simplifications, "step_limit": args.step_limit}
-        try:
-            self.worlds = {
-                split: [envs.make(args.env, split=split, **options) for _ in range(args.worlds)]
-                for split in ("train", "dev", "test")
-            }
-        except (ValueError, envs.Unavailable) as error:
-            stop(f"--env {args.env}: {error}")
+        self.worlds = [envs.make(args.env, **options) for _ in range(args.worlds)]
         self.pool = ThreadPoolExecutor(args.worlds)
 
     def reset(self, split: str, indices: list[int]) -> list[dict]:
-        """Starts as many worlds of a split as there are indices; they take over the Java processes."""
-        for worlds in zip(*self.worlds.values(), strict=True):  # one process for the three of them
-            simulator = next((world.simulator for world in worlds if world.simulator), None)
-            for world in worlds:
-                world.simulator, world.over = simulator if world in self.worlds[split] else None, True
-        started = zip(self.worlds[split], indices, strict=False)
+        """Starts as many worlds as there are indices of the split's variations; what they show."""
+        for world in self.worlds:
+            world.choose(split)
+        started = zip(self.worlds, indices, strict=False)
         futures = [self.pool.submit(world.reset, options={"index": index}) for world, index in started]
         return [future.result()[1] for future in futures]
 
     def close(self) -> None:
         self.pool.shutdown()
-        for world in sum(self.worlds.values(), []):
+        for world in self.worlds:
             world.close()
 
 
 def read_vocabulary(rollouts: Rollouts, args: Args, rng: np.random.Generator) -> list[str]:
-    """All different texts that worlds show to a random player, to train the vocabulary on."""
-    worlds, found = rollouts.worlds["train"], {}
-    infos = rollouts.reset("train", rng.integers(worlds[0].num_tasks, size=len(worlds)).tolist())
+    """All different texts that the worlds show to a random player, to train the vocabulary on."""
+    num_tasks, found = len(rollouts.worlds[0].variations), {}
+    infos = rollouts.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
     for _ in range(args.vocabulary_steps):
         for info in infos:
             found |= dict.fromkeys([info["task"], info["observation"], info["look"], info["inventory"], *info["valid"]])
         actions = [info["valid"][rng.integers(len(info["valid"]))] for info in infos]
-        indices = rng.integers(worlds[0].num_tasks, size=len(worlds)).tolist()
-        infos = [result[1] for result in rollouts.pool.map(advance, worlds, actions, indices)]
+        indices = rng.integers(num_tasks, size=args.worlds).tolist()
+        infos = [seen for _, seen in rollouts.pool.map(advance, rollouts.worlds, actions, indices)]
     return [text + "\n" for text in found if text]
 
 
 # ---------------------------------------------------------- 6. updates
-def update(network: DRRN, target: Copy, optimizer, batch: list[Transition], texts: Texts, args: Args):
-    """One descent on E3; returns metrics. Each distinct text of the batch is encoded once."""
+def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Args) -> dict[str, float]:
+    """One descent on E3 with what `Replay.sample` gave; returns metrics. Each distinct text is encoded once."""
 
-    def encode(name: str, numbers: list[int]) -> torch.Tensor:
-        distinct, place_N = np.unique(numbers, return_inverse=True)
+    def encode(name: str, number_N: np.ndarray) -> torch.Tensor:
+        distinct, place_N = np.unique(number_N, return_inverse=True)
         return network.encode(name, [texts.tokens[i] for i in distinct])[torch.from_numpy(place_N)]
 
-    columns = zip(FIELDS, zip(*[t.state for t in batch], strict=True), strict=True)
-    state_NH = network.state_part([encode(name, numbers) for name, numbers in columns])
-    q_N = network.q(state_NH, network.action_part(encode("action", [t.action for t in batch])))
+    number_N7, figure_N2, next_actions = batch
+    *fields, action_NH = map(encode, (*FIELDS, "action"), number_N7[:, :4].T)
+    q_N = network.q(network.state_part(fields), network.action_part(action_NH))
     with torch.no_grad():
-        next_q = target.q([t.next_state for t in batch], [t.next_actions for t in batch])
-        next_q_N = torch.stack([q_A.max() for q_A in next_q])
-        reward_N = torch.tensor([t.reward for t in batch], device=q_N.device)
-        terminated_N = torch.tensor([float(t.terminated) for t in batch], device=q_N.device)
+        next_q_N = torch.stack([q_A.max() for q_A in target.q(number_N7[:, 4:], next_actions)])
+        reward_N, terminated_N = figure_N2.to(q_N.device).T
         y_N = q_target(reward_N, next_q_N, terminated_N, args.gamma)
     loss = huber_loss(q_N, y_N)
     optimizer.zero_grad()
@@ -532,37 +495,32 @@ def update(network: DRRN, target: Copy, optimizer, batch: list[Transition], text
 
 
 # ---------------------------------------------------------- 7. evaluation
-def evaluate(explorer: Copy | None, guide: Guide, texts: Texts, rollouts: Rollouts, epsilon: float, args: Args, seed):
-    """Greedy episodes on dev and test, the same variations for all runs with this `seed`; metrics and transcripts.
+def greedy_play(
+    explorer: Copy | None, guide: Guide, texts: Texts, rollouts: Rollouts, epsilon: float, args: Args, n: int
+):
+    """Greedy episodes on dev and test: metrics, and two transcripts of each. `n` sets the variations, for all runs.
 
-    Candidates are drawn as in training (E5), as in the authors' code. The random explorer samples.
+    Candidates are drawn as in training (E5), as in the authors' code; the random explorer stays random.
     """
     metrics, transcripts = {}, []
     for split in ("dev", "test"):
-        rng = np.random.default_rng(seed)
-        indices = rng.integers(rollouts.worlds[split][0].num_tasks, size=args.eval_episodes).tolist()
-        played = []
+        rng, played = np.random.default_rng(n), []
+        indices = rng.integers(len(variations(args.task, split)), size=args.eval_episodes).tolist()
         for start in range(0, len(indices), args.worlds):
-            infos = rollouts.reset(split, indices[start : start + args.worlds])
-            episodes = [{"split": split, "variation": info["answer"], "turns": []} for info in infos]
-            alive = dict(enumerate(infos))
+            alive = dict(enumerate(rollouts.reset(split, indices[start : start + args.worlds])))
+            episodes = [{"split": split, "variation": info["answer"], "turns": []} for info in alive.values()]
             while alive:
                 views = [view(info, texts) for info in alive.values()]
                 candidates = [guide.candidates(v, epsilon, rng) for v in views]
-                u = None if explorer else rng.random(len(views))
-                places, q = choose(explorer, views, candidates, u)
+                places, q = choose(explorer, views, candidates, None if explorer else rng.random(len(views)))
                 actions = [texts.texts[row[place]] for row, place in zip(candidates, places, strict=True)]
-                results = rollouts.pool.map(lambda i, a, s=split: rollouts.worlds[s][i].step(a), alive, actions)
-                for i, place, q_A, (_, reward, terminated, truncated, info) in zip(
-                    list(alive), places, q, results, strict=True
-                ):
-                    turn = {"action": info["action"], "reply": info["observation"], "reward": reward}
-                    of = {"Q": round(float(q_A[place]), 3), "valid": len(alive[i]["valid"]), "candidates": len(q_A)}
-                    episodes[i]["turns"].append(turn | of)
-                    alive[i] = info
+                results = rollouts.pool.map(lambda i, action: rollouts.worlds[i].step(action), [*alive], actions)
+                for i, place, q_A, result in zip([*alive], places, q, results, strict=True):
+                    _, reward, terminated, truncated, alive[i] = result
+                    turn = {"action": alive[i]["action"], "reply": alive[i]["observation"], "reward": reward}
+                    episodes[i]["turns"].append(turn | {"Q": round(q_A[place].item(), 3)})
                     if terminated or truncated:
-                        episodes[i] |= {"score": info["score"], "died": info["died"]}
-                        del alive[i]
+                        episodes[i] |= {"score": alive[i]["score"], "died": alive.pop(i)["died"]}
             played += [episode for episode in episodes if not episode["died"]]
         scores = np.array([episode["score"] for episode in played] or [0])
         figures = {"score": scores.clip(0), "success": scores >= 100, "failure": scores < 0}
@@ -619,13 +577,11 @@ def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     rng, rollouts = np.random.default_rng(args.seed), Rollouts(args)
-    worlds = rollouts.worlds["train"]
-
-    def draw_indices() -> list[int]:
-        return rng.integers(worlds[0].num_tasks, size=len(worlds)).tolist()
+    num_tasks = len(variations(args.task, "train"))
 
     # --- all that learns, of a run or new
-    state, logs = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}, {name: [] for name in LOGS}
+    state = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}
+    logs = {name: [] for name in LOGS}
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
         state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
@@ -645,27 +601,8 @@ def main(args: Args) -> dict[str, float]:
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # the saved state has brought back the old one
         replay.load_state_dict(state.pop("replay"))
-        guide.load_state_dict(state["guide"])
         rng.bit_generator.state = state["rng"]
-    else:
-        state["indices"] = draw_indices()
     explorer = Copy(network, texts) if args.explorer == "drrn" else None
-
-    interrupted = []
-
-    def interrupt(*_):  # Ctrl-C ends the step that it falls into; a second one aborts
-        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
-
-    signal.signal(signal.SIGINT, interrupt)
-
-    def checkpoint_now():
-        state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
-        state["network"], state["optimizer"] = network.state_dict(), optimizer.state_dict()
-        state["guide"], state["rng"] = guide.state_dict(), rng.bit_generator.state
-        try:
-            save_run(run, state, texts, replay)
-        except (OSError, RuntimeError) as error:  # a full disk is no reason to lose what was learned
-            tqdm.write(f"no checkpoint at step {state['step']}: {str(error).splitlines()[0]}; the run goes on")
 
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
@@ -676,76 +613,75 @@ def main(args: Args) -> dict[str, float]:
     # --- steps
     writer = SummaryWriter(str(run), purge_step=state["step"] + 1)
     todo = range(state["step"] + 1, args.steps + 1)
-    views, rows, episodes, began = [], [], [], time.time()
+    views, figures, began = [], defaultdict(list), time.time()
     for step in tqdm(todo, "steps", initial=state["step"], total=args.steps, disable=None):
-        epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
         # 1. the worlds take a step, in threads
-        if not views:  # at the start, and where a checkpoint lies: all begin anew
-            views = [view(info, texts) for info in rollouts.reset("train", state["indices"])]
+        if not views:  # at the start, and behind a checkpoint: all begin anew
+            infos = rollouts.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
+            views = [view(info, texts) for info in infos]
+        epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
         candidates = [guide.candidates(v, epsilon, rng) for v in views]
         places, q = choose(explorer, views, candidates, rng.random(len(views)))
         chosen = [int(row[place]) for row, place in zip(candidates, places, strict=True)]
-        results = rollouts.pool.map(advance, worlds, [texts.texts[number] for number in chosen], draw_indices())
+        indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
+        results = rollouts.pool.map(advance, rollouts.worlds, [texts.texts[number] for number in chosen], indices)
 
         # 2. meanwhile the explorer learns from what is in the memory
-        for _ in range(args.updates if explorer and len(replay) >= args.batch else 0):
+        if explorer and sum(replay.sizes()) >= args.batch:
             batch = replay.sample(args.batch, rng, fill=args.priority == "reward")
-            rows.append(update(network, explorer, optimizer, batch, texts, args))
+            for tag, figure in learn(network, explorer, optimizer, batch, texts, args).items():
+                figures[tag].append(figure)
             state["updates"] += 1
             if state["updates"] % args.copy_every == 0:
                 explorer = Copy(network, texts)  # D1
 
         # 3. what came of it
-        row = {"rollout/valid": np.mean([len(v.valid) for v in views])}
-        row |= {"rollout/candidates": np.mean([len(q_A) for q_A in q]), "rollout/epsilon": epsilon}
-        row["rollout/entropy"] = np.mean([torch.distributions.Categorical(logits=q_A).entropy().item() for q_A in q])
-        died = 0
         for i, ((_, reward, terminated, truncated, info), seen) in enumerate(results):
             before, after, views[i] = views[i], view(info, texts), view(seen, texts)
-            if info["died"]:  # nobody knows what this step did, and nobody counts this episode
-                died += 1
+            figures["rollout/candidates"].append(len(q[i]))
+            figures["rollout/entropy"].append(torch.distributions.Categorical(logits=q[i]).entropy().item())
+            figures["rollout/died"].append(info["died"])
+            if info["died"]:  # nobody knows what this step did, and nobody counts the episode
                 continue
             next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
-            transition = Transition(before.state, chosen[i], reward, after.state, next_actions, terminated)  # D4
-            replay.push(transition, is_prior=args.priority == "reward" and reward > 0)  # D3
+            is_prior = args.priority == "reward" and reward > 0  # D3
+            replay.push(before.state, chosen[i], after.state, reward, terminated, next_actions, is_prior)  # D4
             if terminated or truncated:
                 state["episodes"] += 1
                 score, length = info["score"], info["episode"]["length"]
-                figures = {"score": max(score, 0), "success": score >= 100, "failure": score < 0, "length": length}
-                episodes.append({f"rollout/{name}": float(figure) for name, figure in figures.items()})
-        rows.append(row | {"rollout/died": died * args.log_every})  # a sum, as means are logged
+                ended = {"score": max(score, 0), "success": score >= 100, "failure": score < 0, "length": length}
+                for name, figure in ended.items():
+                    figures[f"rollout/{name}"].append(figure)
 
         # 4. the books
-        state["step"], is_last = step, step == args.steps or bool(interrupted)
-        metrics, transcripts = {"iteration": step}, []
-        if step % args.log_every == 0 or step % args.eval_every == 0 or is_last:
-            for tag in {tag: None for one in rows + episodes for tag in one}:
-                metrics[tag] = float(np.mean([one[tag] for one in rows + episodes if tag in one]))
-            taken = sum("rollout/valid" in one for one in rows)
-            metrics |= {"memory/size": len(replay), "memory/priority": len(replay.parts[0])}
-            metrics |= {"memory/texts": len(texts.texts), "time/steps_per_second": 0.0}
-            metrics["time/steps_per_second"] = taken * len(worlds) / (time.time() - began)
-        if step % args.eval_every == 0 or step == args.steps or interrupted:
-            explorer = explorer and Copy(network, texts)
-            if not interrupted:
-                evaluation, transcripts = evaluate(explorer, guide, texts, rollouts, epsilon, args, step)
+        state["step"], metrics, transcripts = step, {"iteration": step}, []
+        is_checkpoint = step % args.eval_every == 0 or step == args.steps
+        if step % args.log_every == 0 or is_checkpoint:
+            metrics |= {tag: float(np.mean(values)) for tag, values in figures.items()}
+            metrics |= {"memory/size": sum(replay.sizes()), "memory/priority": replay.sizes()[0]}
+            metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
+            if is_checkpoint:
+                explorer = explorer and Copy(network, texts)
+                evaluation, transcripts = greedy_play(explorer, guide, texts, rollouts, epsilon, args, step)
                 state["evaluations"].append(evaluation)
-                metrics |= evaluation
-            state["indices"], views = draw_indices(), []
-            checkpoint_now()
+            report(run, logs, writer, metrics | (evaluation if is_checkpoint else {}), transcripts)
+        if is_checkpoint:
+            # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
+            views, explorer, guide = [], explorer and Copy(network, texts), Guide(args, texts)
+            state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
+            state["network"], state["optimizer"] = network.state_dict(), optimizer.state_dict()
+            state["rng"] = rng.bit_generator.state
+            try:
+                save_run(run, state, texts, replay)
+            except (OSError, RuntimeError) as error:  # a full disk is no reason to lose what was learned
+                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}; the run goes on")
         if len(metrics) > 1:
-            log(run, logs, writer, metrics, transcripts)
-            rows, episodes, began = [], [], time.time()
-        if interrupted:
-            print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
-            break
+            figures, began = defaultdict(list), time.time()
     writer.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     rollouts.close()
 
-    last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the last 10 %
-    tags = [f"{split}_{name}" for split in ("test", "dev") for name in ("score", "success", "failure")]
-    summary = {f"eval_{tag}": float(np.mean([row[f"eval/{tag}"] for row in last])) for tag in tags if last}
+    last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the mean of the last 10 %
+    summary = {tag.replace("/", "_"): float(np.mean([row[tag] for row in last])) for tag in (last or [{}])[0]}
     summary |= {key: state[key] for key in ("episodes", "updates", "seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -765,20 +701,15 @@ def checked(args: Args) -> Args:
     for name in ("steps", "worlds", "step_limit", "top_k", "batch", "memory", "log_every", "eval_every", "copy_every"):
         if not getattr(args, name) > 0:
             stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    try:
-        torch.zeros(1, device=args.device)
-    except (AssertionError, RuntimeError) as error:
-        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
-    tasks = import_module("envs.scienceworld").TASKS
-    task = dict(zip([f"T{n}" for n in range(30)], tasks, strict=True)).get(args.task, args.task)
-    if task not in tasks:
-        stop(f"--task {args.task}: no such task; give T0 to T29 or one of: {', '.join(tasks)}")
+    task = {f"T{n}": task for n, task in enumerate(TASKS)}.get(args.task, args.task)
+    if task not in TASKS:
+        stop(f"--task {args.task}: no such task; give T0 to T29 or one of: {', '.join(TASKS)}")
     found = sorted(Path(args.runs).glob(f"{args.env}__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
     guide = args.guide if args.guide != "auto" else str(found[-1]) if found else "none"
     return replace(args, task=task, guide=guide)
 
 
-def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], transcripts: list[dict]) -> None:
+def report(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], transcripts: list[dict]) -> None:
     """The metrics to TensorBoard, metrics.jsonl and the terminal; some episodes of an evaluation to rollouts.jsonl."""
     shown = {"score": "rollout/score", "failure": "rollout/failure", "loss": "explorer/loss", "Q": "explorer/q"}
     shown |= {"steps/s": "time/steps_per_second", "dev": "eval/dev_score", "test": "eval/test_score"}
