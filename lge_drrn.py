@@ -395,7 +395,7 @@ def load_guide(args: Args):
         about = {"pooling": str(about["pooling"]), "max_tokens": int(about["max_tokens"])}
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.guide, local_files_only=True)
         encoder = transformers.AutoModel.from_pretrained(args.guide, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         stop(f"--guide {args.guide}: {reason}; give a folder saved by guide_simcse.py, runs/.../guide, or none")
     return encoder.to(args.device, torch.float32).eval().requires_grad_(False), tokenizer, about
@@ -701,6 +701,10 @@ def checked(args: Args) -> Args:
     for name in ("steps", "worlds", "step_limit", "top_k", "batch", "memory", "log_every", "eval_every", "copy_every"):
         if not getattr(args, name) > 0:
             stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    try:
+        torch.zeros(1, device=args.device)
+    except (AssertionError, RuntimeError) as error:
+        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
     task = {f"T{n}": task for n, task in enumerate(TASKS)}.get(args.task, args.task)
     if task not in TASKS:
         stop(f"--task {args.task}: no such task; give T0 to T29 or one of: {', '.join(TASKS)}")
