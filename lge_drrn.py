@@ -122,8 +122,8 @@ METRICS = {
     "eval/test_success": "share of these that reached 100",
     "eval/test_failure": "share that ended with -100",
     "eval/dev_score": "the same on dev variations; choose settings by this one",
-    "eval/dev_success": "likewise",
-    "eval/dev_failure": "likewise",
+    "eval/dev_success": "share of these that reached 100",
+    "eval/dev_failure": "share that ended with -100",
     "time/steps_per_second": "of all worlds together, learning included and evaluations not",
 }
 
@@ -406,7 +406,7 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
     tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
-    if superwords:  # D8: merges stay within what this finds, a whole question or a whole answer
+    if superwords:  # D5: merges stay within what this finds, here a line
         pieces = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, tokenizer.pre_tokenizer])
     options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
@@ -686,7 +686,7 @@ def main(args: Args) -> dict[str, float]:
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    summary |= {"steps": state["step"], "seed": args.seed, "task": args.task, "commit": head or "unknown"}
+    summary |= {"steps": state["step"], "seed": args.seed, "commit": head or "unknown"}
     write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
     return summary
