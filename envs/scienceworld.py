@@ -28,15 +28,13 @@ import os
 import random
 import shutil
 import socket
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
 
 import gymnasium
-from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
-from py4j.protocol import Py4JError
-from scienceworld.constants import JAR_PATH
 
 from envs.datasets import dialogue
 
@@ -96,7 +94,7 @@ def variations(task: str, split: str) -> range:
 # ---------------------------------------------------------------------------- 2. the simulator
 
 
-class Died(RuntimeError):
+class Died(OSError):
     """The Java process is gone, hangs, or has run into an error of its own."""
 
 
@@ -129,19 +127,23 @@ class Simulator:
     TIMEOUT = 120  # seconds after which a call counts as hung
 
     def __init__(self):
+        from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+        from scienceworld.constants import JAR_PATH
+
         java = find_java()
         logging.getLogger("py4j").setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(not_py4j)
+        folder = tempfile.TemporaryDirectory(prefix="scienceworld-")  # it writes a list of objects to where it runs
         try:
             # The process ends when its standard input closes: so also when we are killed. A group of its own keeps
             # Ctrl-C from it, so that a trainer can end in good order.
             port, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=[*self.OPTIONS], java_path=java, die_on_exit=True, return_proc=True,
-                create_new_process_group=True,
+                create_new_process_group=True, cwd=folder.name,
             )  # fmt: skip
         except (OSError, ValueError) as error:
             raise FileNotFoundError(f"{java} does not run the simulator: {error}") from error
-        self._finalizer = weakref.finalize(self, end, self.process)
+        self._finalizer = weakref.finalize(self, end, self.process, folder)
         parameters = GatewayParameters(port=port, auto_field=True, read_timeout=self.TIMEOUT)
         self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
         # It prints every step at length; nobody reads that.
@@ -153,18 +155,19 @@ class Simulator:
 
     def call(self, method: str, *args):
         """Calls a method of the simulator's Python interface."""
-        try:
-            return getattr(self._server, method)(*args)
-        except (Py4JError, OSError) as error:
-            raise Died(f"{method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        return self._call(getattr(self._server, method), *args)
 
     def strings(self, method: str) -> list[str]:
         """A list of texts, joined over there: else each would be a message of its own."""
-        listed = self.call(method)
+        return [text for text in self._call(self._join, "\n", self.call(method)).split("\n") if text]
+
+    def _call(self, function, *args):
+        from py4j.protocol import Py4JError
+
         try:
-            return [text for text in self._join("\n", listed).split("\n") if text]
+            return function(*args)
         except (Py4JError, OSError) as error:
-            raise Died(f"{method}: {error}") from error
+            raise Died(f"the simulator: {' '.join(str(error).split())[:200]}") from error
 
     def close(self) -> None:
         self._finalizer()
@@ -175,10 +178,11 @@ def not_py4j(record: logging.LogRecord) -> bool:
     return record.module != "java_gateway"
 
 
-def end(process) -> None:
+def end(process, folder) -> None:
     """Ends a Java process, which has nothing to save."""
     process.kill()
     process.wait()
+    folder.cleanup()
 
 
 @lru_cache(maxsize=1)
@@ -240,14 +244,20 @@ class ScienceWorld(gymnasium.Env):
             raise ValueError(f"simplifications {simplifications!r}; known: '' and 'easy'")
         if step_limit < 1:
             raise ValueError(f"step_limit: {step_limit} is not positive")
+        import scienceworld  # noqa: F401  # here and not above: the names of the tasks are there without it
+
         find_java()  # better to know now
-        self.task, self.split, self.simplifications = task, split, simplifications
-        self.variations = variations(task, split)
-        self.num_tasks, self.max_turns = len(self.variations), step_limit
+        self.task, self.simplifications, self.max_turns = task, simplifications, step_limit
+        self.choose(split)
         self.observation_space = AnyText(100_000)
         self.action_space = AnyText(self.max_action_chars)
         self.simulator: Simulator | None = None
         self.over = True  # until the first reset
+
+    def choose(self, split: str) -> None:
+        """Plays another split from the next reset on, with the Java process that is there."""
+        self.split, self.variations = split, variations(self.task, split)
+        self.num_tasks = len(self.variations)
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts with variation number `options["index"]` of the split, or one drawn by the world's own generator.

