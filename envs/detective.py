@@ -21,7 +21,8 @@ last action did, and the available actions; the reward is the change of the game
 
   D1  What is not listed is answered "Illegal Action.", changes nothing and costs a turn. The authors' code gives any
       text to the game: `matching="paper"`, except commands to the interpreter itself, see BLOCKED.
-  D2  Jericho finds the things that an action may be about with a spaCy model; we take the last word of their names.
+  D2  Jericho finds the things that an action may be about with a spaCy model; we take the last word of their names,
+      and try nothing with two things that one carries. In this game that finds the same.
   D3  Feedback does not repeat the surroundings, which the game describes again when one enters a room.
 """
 
@@ -139,16 +140,23 @@ class Story:
 
         Ways that are blocked count as one effect, as the game then takes one to the room in which one is.
         """
-        self.game.set_state(state)
-        here, objects = self.game.get_player_location(), self.game.get_world_objects()
-        things = [thing.name.lower().split() for thing in self.util.get_subtree(here.child, objects)]
-        names = dict.fromkeys(name[-1] for name in things if name and name[-1][:9] in self.words)  # D2
+        game = self.game
+        game.set_state(state)
+        here = self.util.get_subtree(game.get_player_location().child, game.get_world_objects())
+        nouns, in_hand = self.nouns(here), {*self.nouns(game.get_inventory()), "all"}  # D2
         tried = [
-            action for action in self.game.act_gen.generate_actions([*names, "all"]) if not self.is_blocked(action)
+            action
+            for action in game.act_gen.generate_actions([*nouns, "all"])
+            if len(in_hand.intersection(action.split())) < 2 and not self.is_blocked(action)
         ]
-        by_effect = self.game._filter_candidate_actions(tried, use_ctypes=True)
+        by_effect = game._filter_candidate_actions(tried, use_ctypes=True)
         found = tuple(max(actions, key=self.util.verb_usage_count) for actions in by_effect.values())
         return found or ("wait",)  # with empty hands before somebody who lets nobody go
+
+    def nouns(self, things: list) -> list[str]:
+        """The last word of each thing's name, where the game understands it."""
+        names = [thing.name.lower().split() for thing in things]
+        return list(dict.fromkeys(name[-1] for name in names if name and name[-1][:9] in self.words))
 
 
 def plain(text: str) -> str:
@@ -221,8 +229,8 @@ class Detective(gymnasium.Env):
 
         feedback, before = ILLEGAL, self.moment
         if self.is_legal(action):
-            # The game reads ASCII.
-            feedback, self.moment = self.story.play(self.moment, re.sub("[^ -~]", "?", action))
+            # A backslash is an order to the interpreter, which may wait for ever for the rest of it.
+            feedback, self.moment = self.story.play(self.moment, re.sub(r"[^\w .,'?!-]", "?", action, flags=re.ASCII))
         self.turns += 1
         terminated = bool(self.moment.end)
         truncated = not terminated and self.turns == self.max_turns

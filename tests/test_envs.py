@@ -109,7 +109,7 @@ def test_draws_tasks_with_its_own_generator(world):
 
     other = envs.make(world.id)
     assert drawn == [other.reset(seed=7)[1]["answer"], *(other.reset()[1]["answer"] for _ in range(20))]
-    assert len(set(drawn)) > 1
+    assert len(set(drawn)) > 1 or world.num_tasks == 1
 
 
 # --------------------------------------------------------------------------------------- actions
@@ -149,7 +149,7 @@ def test_episodes_end_once_and_say_how(world):
         total += reward
         assert ("episode" in info) == (terminated or truncated)
     assert truncated and not terminated
-    assert info["episode"] == {"return": total, "length": turn, "success": False}
+    assert info["episode"].items() >= {"return": total, "length": turn, "success": False}.items()
     with pytest.raises(ResetNeeded, match="reset"):
         world.step("after the end")
 
