@@ -56,10 +56,17 @@ ENVS = {
     "mini-detective": Entry(
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
+    "webshop": Entry(
+        "envs.webshop:WebShop", "buy what an instruction asks for; 100 instructions", "gymnasium, numpy, rapidfuzz"
+    ),
+    "webshop-train": Entry(
+        "envs.webshop:WebShopTrain", "the same with the other 5,948 instructions", "gymnasium, numpy, rapidfuzz"
+    ),
 }
 
 
 INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds refuse an action
+SCORE = re.compile(r"Your score \(min 0\.0, max 1\.0\): (\d\.\d+)")  # how a world tells half a success from a whole one
 
 
 def make(id: str, **options):
@@ -108,18 +115,28 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
 
     A dialogue has reached its goal when the world ended it and took nothing away for its last action: a world that
-    can end badly says so by a negative reward.
+    can end badly says so by a negative reward, and one that pays for a part of the goal by a last reply with a score.
     A world refuses an action by a reply with "invalid" or "illegal action" in it, in capitals or not. A good question
     that is left unanswered, "I cannot answer that question.", is not among them.
     """
     every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
-        "success": fmean(d["terminated"] and d["rewards"][-1] >= 0 for d in dialogues),
+        "success": fmean(d["terminated"] and d["rewards"][-1] >= 0 and last_score(d) >= 1 for d in dialogues),
         "length": fmean(len(d["actions"]) for d in dialogues),
         "truncated": fmean(not d["terminated"] for d in dialogues),
         "invalid": fmean(bool(INVALID.search(reply)) for reply in every_reply),
     }
+
+
+def last_score(dialogue: dict) -> float:
+    """The score that the last reply tells, between 0 and 1; 1 if it tells none.
+
+    >>> last_score({"observations": ["", "Your score (min 0.0, max 1.0): 0.67"], "actions": ["click[Buy Now]"]})
+    0.67
+    """
+    (reply,) = replies(dialogue["observations"][-2:], dialogue["actions"][-1:])
+    return float((SCORE.findall(reply) or ["1"])[-1])
 
 
 class VecTextEnv:
