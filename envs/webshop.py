@@ -202,7 +202,7 @@ def made_up() -> Shop:
                 values = values.split(", ")
                 options[name] = tuple(sorted(rng.sample(values, len(values) // 2), key=values.index))
             price = rng.randint(*table["prices"]) + 0.99
-            title = f"{rng.choice(BRANDS)} {has[0]}, {has[1]} {kind}"
+            title = f"{rng.choice(BRANDS)} {has[0]} {has[1]} {kind}"
             path, about = f"{department} › {kind}", f"This {kind} is {has[0]}."
             features = (f"made for your {department} needs", f"{has[2]} {kind}")  # the second one is not searched
             made.append(Item("", title, price, f"${price}", kind, path, tuple(sorted(has)), options, about, features))
@@ -220,7 +220,7 @@ def make_goal(item: Item, rng: random.Random) -> Goal:
     opening = rng.choices(list(OPENINGS), list(OPENINGS.values()))[0]
     wish = "".join(rng.choice(WORDINGS[name]).format(value) for name, value in chosen.items())
     upper, bound = draw_upper(item.price, rng)
-    text = f"{opening} {', '.join(attributes)} {item.query}{wish}{bound}"
+    text = f"{opening} {' '.join(attributes)} {item.query}{wish}{bound}"
     return Goal(item, text, tuple(attributes), tuple(chosen.values()), upper)
 
 
@@ -408,8 +408,7 @@ class WebShop(gymnasium.Env):
     max_turns = 10
     max_action_chars = 200
     demonstration_env = "webshop-train"
-    best_return = 1.0  # of every task: by the item that it was written for, found by its title
-    expert_return = None
+    best_return = expert_return = 1.0  # of every task of the made-up shop
 
     def __init__(self, data: str | None = None, matching: str = "strict", context: int | None = None):
         if matching not in ("strict", "paper"):
@@ -420,6 +419,8 @@ class WebShop(gymnasium.Env):
         self.shop = published(str(data)) if data else made_up()
         self.matching, self.context = matching, context or (3000 if data else None)
         self.append_only = self.context is None
+        if data:
+            self.best_return = self.expert_return = None
         numbers = [n for n in range(len(self.shop.goals)) if (n in self.shop.tasks) == self.is_test]
         self.tasks = numbers or list(self.shop.tasks)  # a small catalogue has no others
         self.num_tasks = len(self.tasks)
@@ -443,9 +444,8 @@ class WebShop(gymnasium.Env):
         self.page, self.hits, self.leaf, self.item, self.chosen = "start", (), 0, None, {}
         self.log = [("", self.show(), True)]  # of every turn: the action, what came of it, and whether that is a page
         self.turns, self.total, self.over = 0, 0.0, False
-        return self.observe(), {
-            "answer": f"{self.tasks[index]}: {', '.join([self.goal.item.asin, *self.goal.options])}"
-        }
+        answer = ", ".join([self.goal.item.asin, *self.goal.options])
+        return self.observe(), {"answer": f"{self.tasks[index]}: {answer}"}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """Does one thing; see the class for what becomes of the text."""
@@ -460,7 +460,7 @@ class WebShop(gymnasium.Env):
         terminated = self.page == "end"
         points = reward(self.item, self.chosen, self.goal, self.matching) if terminated else 0.0
         if self.context and self.log[-1][1] == INVALID:
-            self.log.pop()  # or else a refusal would be read as one of the last action for ten turns
+            self.log.pop()  # an observation written anew shows it once, as it says what became of the last action
         self.log.append((action, remark or self.show(points), not remark))
         self.turns += 1
         self.total += points
@@ -523,9 +523,8 @@ class WebShop(gymnasium.Env):
         if self.page == "item":
             rows = []
             for name, values in item.options.items():
-                rows.append(
-                    f"{name} " + "".join(f"[[{v}]]" if v == self.chosen.get(name) else f"[{v}]" for v in values)
-                )
+                marked = (f"[{value}]" if value == self.chosen.get(name) else value for value in values)
+                rows.append(f"{name} " + "".join(f"[{value}]" for value in marked))
             buttons = "[Description] [Features] [Reviews] [Attributes] [Buy Now]"
             return "\n".join([f"{back} [< Prev]", *rows, item.title, f"Price: {item.tag} Rating: N.A.", buttons])
         text = {
@@ -562,8 +561,8 @@ class WebShop(gymnasium.Env):
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
         """Scripted players by name; `player(observation, rng)` is an action."""
-        know = partial(expert, shop=self.shop)
-        return {"scripted": scripted, "expert": know, "hasty": hasty, "first": first_hit, "random": random_player}
+        first, knowing = partial(hasty, options=False), partial(expert, shop=self.shop)
+        return {"scripted": scripted, "expert": knowing, "hasty": hasty, "first": first, "random": random_player}
 
     def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
         """`n` dialogues of the player `scripted` (whose knobs these are) about tasks of webshop-train, drawn evenly."""
@@ -576,6 +575,7 @@ class WebShopTrain(WebShop):
 
     id = "webshop-train"
     is_test = False
+    expert_return = None
 
 
 # ------------------------------------------------------------------------------ 6. the players
@@ -674,33 +674,27 @@ def scripted(
     return f"click[{rng.choice(values)}]" if values and rng.random() > forget else "click[Buy Now]"
 
 
-def hasty(observation: str, rng: random.Random | None = None) -> str:
-    """Searches for the whole wish, takes the first hit, clicks the options that the wish names, and buys."""
+def hasty(observation: str, rng: random.Random | None = None, options: bool = True) -> str:
+    """Searches for the whole wish, takes the first hit, clicks the `options` that the wish names, and buys."""
     view = read(observation)
     if view.page == "start":
         return f"search[{view.wish}]"
     if view.page == "results":
         return f"click[{(offers(view) or [['Back to Search']])[0][0]}]"
-    return f"click[{(named(view) or ['Buy Now'])[0]}]"
-
-
-def first_hit(observation: str, rng: random.Random | None = None) -> str:
-    """The same without a look at the options."""
-    return "click[Buy Now]" if read(observation).page == "item" else hasty(observation)
+    return f"click[{(named(view) * options or ['Buy Now'])[0]}]"
 
 
 def expert(observation: str, rng: random.Random | None = None, *, shop: Shop) -> str:
     """Knows all that is sold, but not the goal: finds, by its title, the item that fits the wish best."""
+
+    def misfit(item: Item) -> int:
+        texts = [item.title, *item.attributes, *item.features, *sum(item.options.values(), ())]
+        return lacking(view, " ".join(texts), item.price)
+
     view = read(observation)
     if view.page == "item":
-        return f"click[{(named(view) or ['Buy Now'])[0]}]"
-    hits = [shop.items[asin] for asin in shop.index.search(view.wish)]
-    best = min(
-        hits,
-        key=lambda item: lacking(
-            view, " ".join([item.title, *item.attributes, *item.features, *sum(item.options.values(), ())]), item.price
-        ),
-    )
+        return hasty(observation)
+    best = min([shop.items[asin] for asin in shop.index.search(view.wish)], key=misfit)
     if view.page == "start":
         return f"search[{best.title} {best.description}]"
     return f"click[{best.asin}]" if any(row[0] == best.asin for row in offers(view)) else "click[Next >]"
