@@ -154,13 +154,13 @@ DEPARTMENTS = {
         "kinds": "jacket, sweater, dress, jeans, hoodie",
         "attributes": "washable, breathable, stretchy, lightweight, quilted, striped, fitted, seamless",
         "options": {"color": COLORS, "size": "small, medium, large, x-large"},
-        "prices": (15, 150),
+        "prices": (15, 250),
     },
     "shoes": {
         "kinds": "sneakers, sandals, boots, slippers, clogs",
         "attributes": "waterproof, cushioned, padded, nonslip, flexible, vegan, handmade, insulated",
         "options": {"color": COLORS, "size": "6, 7, 8, 9, 10"},
-        "prices": (20, 180),
+        "prices": (20, 290),
     },
     "grocery": {
         "kinds": "granola, coffee, popcorn, crackers, tea",
@@ -169,13 +169,13 @@ DEPARTMENTS = {
             "flavor": "vanilla, chocolate, cinnamon, sea salt, honey",
             "size": "pack of 1, pack of 3, pack of 6, pack of 12",
         },
-        "prices": (5, 90),
+        "prices": (5, 140),
     },
     "home": {
         "kinds": "desk, lamp, rug, bookshelf, ottoman",
         "attributes": "foldable, adjustable, portable, wooden, stackable, antique, scratchproof, stylish",
         "options": {"color": COLORS, "style": "modern, rustic, classic"},
-        "prices": (30, 290),
+        "prices": (30, 490),
     },
 }
 BRANDS = ["Avo", "Bexa", "Cira", "Dune", "Elm", "Fjord", "Gale", "Hale"]
@@ -215,7 +215,7 @@ def made_up() -> Shop:
 
 def make_goal(item: Item, rng: random.Random) -> Goal:
     """An instruction for an item: one to three of its attributes, most of its options, a bound on its price."""
-    attributes = rng.sample(item.attributes, rng.choices([1, 2, 3], [4, 4, 2])[0])
+    attributes = rng.sample(item.attributes, rng.choices([1, 2, 3], [3, 4, 3])[0])
     chosen = {name: rng.choice(values) for name, values in item.options.items() if rng.random() < 0.8}
     opening = rng.choices(list(OPENINGS), list(OPENINGS.values()))[0]
     wish = "".join(rng.choice(WORDINGS[name]).format(value) for name, value in chosen.items())
@@ -607,7 +607,7 @@ def read(observation: str) -> View:
     wish, _, bound = instruction.removeprefix("Instruction: ").partition(", and price lower than ")
     lines = lines[max(n for n, text in enumerate(lines) if text.startswith(("[Search]", "[Back to Search]"))) :]
     page = "start" if lines[0] == "[Search]" else "results" if " Page " in lines[0] else "other"
-    page = "item" if any(text.endswith("[Buy Now]") for text in lines) else page
+    page = "item" if any(text.startswith("[Description]") for text in lines) else page
     wishes = [word for word in dict.fromkeys(words(wish)) if word not in ASKING]
     return View(page, lines, wish, wishes, float(bound.split()[0]) if bound else 1e6)
 
