@@ -408,7 +408,7 @@ class WebShop(gymnasium.Env):
     max_turns = 10
     max_action_chars = 200
     demonstration_env = "webshop-train"
-    best_return = expert_return = 1.0  # of every task of the made-up shop
+    best_return, expert_return = 1.0, 0.998  # in the made-up shop
 
     def __init__(self, data: str | None = None, matching: str = "strict", context: int | None = None):
         if matching not in ("strict", "paper"):
@@ -541,7 +541,8 @@ class WebShop(gymnasium.Env):
         Old pages go first, the oldest before the others, then old actions and remarks. The current page, what was done
         on it, and the instruction always stay.
         """
-        texts = [[f"{action}\n" if action else "", f"{reply}\n"] for action, reply, _ in self.log]
+        texts = [[f"{action}\n", f"{reply}\n"] for action, reply, _ in self.log]
+        texts[0][0] = ""  # no action led to the first page
         if self.append_only:
             return "".join(action + reply for action, reply in texts)
         end = f"Instruction: {self.goal.instruction}\n"
