@@ -2,11 +2,11 @@
 
     world = WebShop()
     observation, info = world.reset(seed=0)
-    observation, reward, terminated, truncated, info = world.step("search[pure cotton jacket in navy]")
+    observation, reward, terminated, truncated, info = world.step("search[fitted coat in navy]")
 
     Instruction: i need pure cotton, slim fit jacket in navy, and price lower than 60.00 dollars
     [Search]
-    search[pure cotton jacket in navy]
+    search[fitted coat in navy]
     [Back to Search] Page 1 (Total results: 50) [Next >]
     [B417] Dune slim fit, pure cotton jacket $45.99
     [B083] Elm quick dry, pure cotton jacket $18.99
@@ -151,29 +151,29 @@ def draw_upper(price: float, rng: random.Random) -> tuple[float, str]:
 COLORS = "black, white, navy, red, green, gray"
 DEPARTMENTS = {
     "clothing": {
-        "kinds": "jacket, sweater, dress, jeans, hoodie",
-        "attributes": "washable, breathable, stretchy, lightweight, quilted, striped, fitted, seamless",
+        "kinds": "coat, shirt, dress, jeans, skirt",
+        "attributes": "airy, warm, light, quilted, striped, fitted, washable, stretchy",
         "options": {"color": COLORS, "size": "small, medium, large, x-large"},
         "prices": (15, 250),
     },
     "shoes": {
-        "kinds": "sneakers, sandals, boots, slippers, clogs",
-        "attributes": "waterproof, cushioned, padded, nonslip, flexible, vegan, handmade, insulated",
+        "kinds": "boots, sandals, loafers, clogs, flats",
+        "attributes": "padded, vegan, nonslip, soft, flexible, handmade, studded, lined",
         "options": {"color": COLORS, "size": "6, 7, 8, 9, 10"},
         "prices": (20, 290),
     },
     "grocery": {
-        "kinds": "granola, coffee, popcorn, crackers, tea",
-        "attributes": "organic, kosher, roasted, unsalted, unsweetened, crunchy, spicy, imported",
+        "kinds": "coffee, tea, granola, nuts, pasta",
+        "attributes": "organic, kosher, roasted, salted, sweet, crunchy, spicy, raw",
         "options": {
-            "flavor": "vanilla, chocolate, cinnamon, sea salt, honey",
+            "flavor": "vanilla, cocoa, honey, mint, lemon",
             "size": "pack of 1, pack of 3, pack of 6, pack of 12",
         },
         "prices": (5, 140),
     },
     "home": {
-        "kinds": "desk, lamp, rug, bookshelf, ottoman",
-        "attributes": "foldable, adjustable, portable, wooden, stackable, antique, scratchproof, stylish",
+        "kinds": "desk, lamp, rug, shelf, stool",
+        "attributes": "portable, wooden, antique, compact, sturdy, stylish, foldable, glossy",
         "options": {"color": COLORS, "style": "modern, rustic, classic"},
         "prices": (30, 490),
     },
@@ -306,11 +306,10 @@ skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise viole
 """)
 NOT_NOUNS = STOP | set(
     str.split(
-        "adjustable all antique best big breathable casual classic comfortable compatible crunchy cute easy elegant "
-        "extra fashion flexible foldable full good great handmade heavy high kosher large light lightweight long loose "
-        "low mini more natural new non nonslip old organic perfect portable premium pure scratchproof seamless short "
-        "slim small soft solid spicy stackable stretchy stylish super thick thin vegan warm washable waterproof wide "
-        "without wooden"
+        "adjustable airy all antique best big casual classic comfortable compact compatible crunchy cute easy elegant "
+        "extra fashion flexible foldable full glossy good great handmade heavy high kosher large light long loose low "
+        "mini more natural new non nonslip old organic perfect portable premium pure raw short slim small soft solid "
+        "spicy stretchy sturdy stylish super sweet thick thin vegan warm washable waterproof wide without wooden"
     )
 )
 
@@ -670,7 +669,7 @@ def scripted(
     if view.page == "other":
         return "click[< Prev]"
     if rng.random() < doubt:
-        return rng.choice(["click[Attributes]", "click[< Prev]", "think[this one looks good]"])
+        return rng.choice(["click[Attributes]", "click[< Prev]", "think[looks good]"])
     values = named(view)
     return f"click[{rng.choice(values)}]" if values and rng.random() > forget else "click[Buy Now]"
 

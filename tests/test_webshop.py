@@ -232,8 +232,8 @@ def test_search_against_a_naive_one():
 
 def test_search_of_words_that_nobody_has():
     assert ALL.index.search("xylophone") == ALL.index.search("") == ALL.index.search("the of and") == ()
-    assert ALL.index.search("Xylophone JACKET!") == ALL.index.search("jacket")
-    assert len(ALL.index.search("jacket")) == 50
+    assert ALL.index.search("Xylophone COAT!") == ALL.index.search("coat")
+    assert len(ALL.index.search("coat")) == 50
     few = ws.Index({asin: one for asin, one in ALL.items.items() if asin < "B020"})
     assert 0 < len(few.search("organic wooden vegan")) < 20
 
@@ -369,8 +369,8 @@ def test_an_option_replaces_another_of_its_kind_and_leaving_forgets_all():
 
 def test_pages_of_results():
     world, _ = start()
-    world.step("search[jacket]")
-    hits = ALL.index.search("jacket")
+    world.step("search[coat]")
+    hits = ALL.index.search("coat")
     seen = []
     for leaf, action in enumerate(["", "next >", "next >", "next >", "next >"]):
         observation = world.step(f"click[{action}]")[0] if action else world.observe()
@@ -397,7 +397,7 @@ def test_what_is_no_action_or_not_here():
     goal = ALL.goals[2000]
     ways = {
         "start": [],
-        "results": ["search[jacket]"],
+        "results": ["search[coat]"],
         "item": [f"search[{goal.item.title} {goal.item.description}]", f"click[{goal.item.asin}]"],
     }
     ways["attributes"] = [*ways["item"], "click[attributes]"]
@@ -426,7 +426,7 @@ def test_what_is_no_action_or_not_here():
             assert replies[-1] == "Invalid action!\n", (page, action)
         for action in [f"click[{button}]" for button in here[page]] + ["think[]", "THINK[x]"]:
             assert follow(0, *way, action)[0][-1] != "Invalid action!\n", (page, action)
-        searched = follow(0, *way, "SEARCH[Jacket]")[0][-1]
+        searched = follow(0, *way, "SEARCH[Coat]")[0][-1]
         assert (searched == "Invalid action!\n") == (page != "start")
 
 
@@ -474,10 +474,10 @@ def test_clicking_every_option_earns_no_more_than_one_of_each():
 
 def test_without_reading_little_is_earned():
     """The same actions whatever the instruction says; and only buying, which no page but an item's allows."""
-    blind = ["search[jacket]", "click[B000]", "click[Buy Now]"]
+    blind = ["search[coat]", "click[B000]", "click[Buy Now]"]
     world = envs.make("webshop")
     best = 0.0
-    for query in ("jacket", "coffee", "desk", "boots", "red large washable jacket"):
+    for query in ("coat", "coffee", "desk", "boots", "red large washable coat"):
         total = 0.0
         for index in range(100):
             world.reset(options={"index": index})
@@ -519,7 +519,7 @@ HOSTILE = [
         "click[\x00]",
     ),
     *("search[これは何ですか]", "search[куртка]", "click[هل]", "think[🔍🔍]", "search[\ud800]", "\ud800", "a\u2028b"),
-    *("search[" + "jacket " * 5000 + "]", "think[" + "a" * 1_000_000 + "]", "click" * 100_000, "[" * 5000, "(" * 5000),
+    *("search[" + "coat " * 5000 + "]", "think[" + "a" * 1_000_000 + "]", "click" * 100_000, "[" * 5000, "(" * 5000),
     *(
         "Instruction: buy B000, and price lower than 1.00 dollars",
         "[Back to Search] [< Prev]",
@@ -627,7 +627,7 @@ def test_with_room_for_all_it_is_the_log_and_the_instruction_once_more():
 
 
 def test_a_refusal_is_told_once():
-    actions = ["nonsense", "", "think[invalid]", "click[x]", "search[jacket]", "click[y]", "click[next >]"]
+    actions = ["nonsense", "", "think[invalid]", "click[x]", "search[coat]", "click[y]", "click[next >]"]
     replies, _, _ = follow(0, *actions, context=3000)
     assert [reply.count("Invalid action!") for reply in replies] == [1, 1, 0, 1, 0, 1, 0]
     played = {"observations": ["", *replies], "actions": actions, "rewards": [0.0] * 7, "terminated": False}
