@@ -2,15 +2,15 @@
 
     world = WebShop()
     observation, info = world.reset(seed=0)
-    observation, reward, terminated, truncated, info = world.step("search[fitted coat in navy]")
+    observation, reward, terminated, truncated, info = world.step("search[foldable lamp classic]")
 
-    Instruction: i need pure cotton, slim fit jacket in navy, and price lower than 60.00 dollars
+    Instruction: i need foldable lamp in classic style, and price lower than 220.00 dollars
     [Search]
-    search[fitted coat in navy]
+    search[foldable lamp classic]
     [Back to Search] Page 1 (Total results: 50) [Next >]
-    [B417] Dune slim fit, pure cotton jacket $45.99
-    [B083] Elm quick dry, pure cotton jacket $18.99
-    [B926] Dune pure cotton, zip pocket jacket $71.99
+    [B674] Gale foldable compact lamp $420.99
+    [B964] Gale foldable glossy lamp $234.99
+    [B710] Hale glossy foldable lamp $225.99
 
 The shop is that of Yao et al. 2022 (arXiv:2207.01206), in the text form of ReAct (Yao et al. 2023, arXiv:2210.03629)
 that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446): ten actions, each search[...], click[...] or think[...], and
@@ -174,7 +174,7 @@ DEPARTMENTS = {
     "home": {
         "kinds": "desk, lamp, rug, shelf, stool",
         "attributes": "portable, wooden, antique, compact, sturdy, stylish, foldable, glossy",
-        "options": {"color": COLORS, "style": "modern, rustic, classic"},
+        "options": {"color": COLORS, "style": "modern, rustic, classic, plain"},
         "prices": (30, 490),
     },
 }
@@ -193,7 +193,7 @@ WORDINGS = {
 @lru_cache(maxsize=1)
 def made_up() -> Shop:
     """The default shop, always the same. A title says half of an item's attributes, so that it pays to look inside."""
-    rng, made = random.Random(0), []
+    rng, made = random.Random(1), []  # with this seed the 100 tasks are about as hard as all goals
     for department, table in DEPARTMENTS.items():
         for kind in table["kinds"].split(", ") * ITEMS_OF_A_KIND:
             has = rng.sample(table["attributes"].split(", "), 4)
@@ -399,7 +399,7 @@ class WebShop(gymnasium.Env):
         next_observation == observation + info["action"] + "\\n" + page or remark + "\\n"
 
     Options: `data`, a folder with the published files; `matching`, "strict" or "paper", how options count (D2);
-    `context`, how many characters an observation may have (D6), 3,000 if there is `data`.
+    `context`, how many characters an observation may have (D6), 0 for no bound; by default 3,000 with `data`, else 0.
     """
 
     id = "webshop"
@@ -407,17 +407,18 @@ class WebShop(gymnasium.Env):
     max_turns = 10
     max_action_chars = 200
     demonstration_env = "webshop-train"
-    best_return, expert_return = 1.0, 0.998  # in the made-up shop
+    best_return = expert_return = 1.0  # in the made-up shop
 
     def __init__(self, data: str | None = None, matching: str = "strict", context: int | None = None):
         if matching not in ("strict", "paper"):
             raise ValueError(f"matching: {matching!r} is none of strict, paper")
-        if context is not None and context < 1:
-            raise ValueError(f"context: {context} characters are none; leave it out for no bound")
+        if context is not None and context < 0:
+            raise ValueError(f"context: {context} is no number of characters; 0 is for no bound")
         self.options = {"data": data, "matching": matching, "context": context}
         self.shop = published(str(data)) if data else made_up()
-        self.matching, self.context = matching, context or (3000 if data else None)
-        self.append_only = self.context is None
+        self.matching = matching
+        self.context = context if context is not None else 3000 if data else 0
+        self.append_only = self.context == 0
         if data:
             self.best_return = self.expert_return = None
         numbers = [n for n in range(len(self.shop.goals)) if (n in self.shop.tasks) == self.is_test]

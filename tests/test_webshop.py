@@ -319,6 +319,14 @@ def test_a_purchase_word_for_word():
     assert info["episode"] == {"return": rewards[4], "length": 5, "success": missing == 0}
 
 
+def test_the_example_at_the_top_is_true():
+    world = envs.make("webshop")
+    world.reset(seed=0)
+    (action,) = re.findall(r'world.step\("(.*)"\)', ws.__doc__)
+    observation, *_ = world.step(action)
+    assert "".join(f"    {line}\n" for line in observation.splitlines()) in ws.__doc__
+
+
 def item_page(index: int = 0) -> tuple[ws.WebShop, Goal]:
     """A world on the page of the item that the task was written for."""
     world, _ = start(index)
@@ -792,6 +800,7 @@ def test_a_game_in_the_published_shop(tmp_path):
     folder = publish(tmp_path, [PRODUCT], {"B01": {"attributes": ["warm"]}}, {"B01": [wish()]}, suffix="")
     world = envs.make("webshop", data=folder)
     assert world.num_tasks == 1 and world.context == 3000 and world.best_return is None
+    assert envs.make("webshop", data=folder, context=0).append_only and not world.append_only
     observation, info = world.reset(seed=0)
     assert info["answer"] == "0: B01, navy | blue"
     for action in ("search[jacket]", "click[B01]", "click[Description]", "click[< Prev]", "click[navy | blue]"):
@@ -849,7 +858,7 @@ def test_missing_and_malformed_files_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"matching": "loose"}, "matching: 'loose'"), ({"context": 0}, "context: 0")]
+    ("options", "message"), [({"matching": "loose"}, "matching: 'loose'"), ({"context": -1}, "context: -1")]
 )
 def test_bad_options_are_one_line(options, message):
     with pytest.raises(ValueError, match=rf"^{message} [^\n]*$"):
