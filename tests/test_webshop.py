@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from gymnasium.error import ResetNeeded
@@ -325,6 +326,17 @@ def test_the_example_at_the_top_is_true():
     (action,) = re.findall(r'world.step\("(.*)"\)', ws.__doc__)
     observation, *_ = world.step(action)
     assert "".join(f"    {line}\n" for line in observation.splitlines()) in ws.__doc__
+
+
+def test_the_dialogue_in_the_docs_is_true():
+    page = (Path(__file__).parent.parent / "docs" / "worlds.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```text\n(Instruction: .*?)^```$", page, re.M | re.S)
+    index = next(n for n, goal in enumerate(ALL.goals[2000:2100]) if goal.instruction in text)
+    actions = [line for line in text.splitlines() if line.startswith(("search[", "click[", "think["))]
+    world, observation = start(index)
+    for action in actions:
+        observation, *_ = world.step(action)
+    assert observation == text
 
 
 def item_page(index: int = 0) -> tuple[ws.WebShop, Goal]:
