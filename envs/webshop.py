@@ -27,7 +27,7 @@ Differs from what was released:
   D4  Search is BM25 without stemming, and one can turn the pages of results, which ReAct's wrapper refuses.
   D5  Prices given as a range, and what an instruction allows at most, are drawn with a fixed seed.
   D6  The log of the game only grows, and the instruction stands at its start, as in ReAct. `context=CHARACTERS` is
-      ArCHer's form: the instruction at the end, and the oldest pages left out until all fits.
+      ArCHer's form: the instruction at the end, and the oldest pages and actions left out until all fits.
 
 This file is all there is to it; it needs gymnasium, numpy and rapidfuzz.
 """
@@ -266,7 +266,7 @@ def published(folder: str) -> Shop:
 
 def read_item(row: dict, known: dict) -> Item:
     """A published record; `known` has its attributes."""
-    prices = [float(re.sub(r"[^\d.]", "", part)) for part in (row["pricing"] or "").split("$")[1:]] or [100.0]
+    prices = [float(n.replace(",", "")) for n in re.findall(r"\$(\d[\d,.]*)", row["pricing"] or "")] or [100.0]
     price = random.Random(row["asin"]).uniform(*prices[:2]) if len(prices) > 1 else prices[0]  # D5
     features = row["small_description"] or []
     options = {
@@ -536,28 +536,19 @@ class WebShop(gymnasium.Env):
         return f"{back} [< Prev]\n{text[:SUBPAGE_CHARS]}"
 
     def observe(self) -> str:
-        """The log. With `context`, the instruction at its end and as much of what is old as there is room for.
+        """The log. With `context`, the instruction at its end, and as many of the last turns as there is room for.
 
-        Old pages go first, the oldest before the others, then old actions and remarks. The current page, what was done
-        on it, and the instruction always stay.
+        The current page, what was done on it, and the instruction are never left out.
         """
-        texts = [[f"{action}\n", f"{reply}\n"] for action, reply, _ in self.log]
-        texts[0][0] = ""  # no action led to the first page
+        texts = [f"{action}\n{reply}\n" for action, reply, _ in self.log]
+        texts[0] = texts[0][1:]  # no action led to the first page
         if self.append_only:
-            return "".join(action + reply for action, reply in texts)
-        end = f"Instruction: {self.goal.instruction}\n"
-        now = max(n for n, (_, _, is_page) in enumerate(self.log) if is_page)
-
-        def too_long() -> bool:
-            return sum(len(action + reply) for action, reply in texts) + len(end) > self.context
-
-        for n in range(now):
-            if too_long() and self.log[n][2]:
-                texts[n][1] = ""
-        for n in range(now):
-            if too_long():
-                texts[n] = ["", ""]
-        return "".join(action + reply for action, reply in texts) + end
+            return "".join(texts)
+        texts.append(f"Instruction: {self.goal.instruction}\n")
+        current, first = max(n for n, (_, _, is_page) in enumerate(self.log) if is_page), 0
+        while first < current and sum(map(len, texts[first:])) > self.context:
+            first += 1
+        return "".join(texts[first:])
 
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
