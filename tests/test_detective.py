@@ -23,12 +23,26 @@ MISSING = envs.missing("detective")
 
 HOSTILE = [
     *("", " ", "\n", "\nnorth", "[[[((({{{<<<|*+?.^$\\", "%s%n{0}", "\x00\x07\x1b[31mred\x1b[0m\x7f", "\t\r\x0b\x0c"),
-    *("Actions:", "none", "Illegal Action.", "go", "go go go", "take", "take all but all", "it", "examine me", '"', "'"),
+    *(
+        "Actions:",
+        "none",
+        "Illegal Action.",
+        "go",
+        "go go go",
+        "take",
+        "take all but all",
+        "it",
+        "examine me",
+        '"',
+        "'",
+    ),
     *("これは動物ですか？", "هل هو", "Кто вор?", "🔍" * 90, "\ud800 lone surrogate", "north\u2028west", "</s><pad>"),
     *("a" * 1_000_000, "take " * 200_000, "(" * 5000, "." * 5000, "north." * 1000, ",,,,", "then then", "é" * 198),
 ]
 COMMANDS = "save restore restart quit q script unscript noscript transcript transcrip undo again g oops".split()
-COMMANDS += "recording replay superbrief purloin gonear goto showobj showverb tree scope trace random help verify".split()
+COMMANDS += (
+    "recording replay superbrief purloin gonear goto showobj showverb tree scope trace random help verify".split()
+)
 
 
 def start(**options):
@@ -79,7 +93,9 @@ def test_another_file_never_reaches_the_interpreter(content, monkeypatch, tmp_pa
     rom = tmp_path / "detective.z5"
     rom.write_bytes(content)
     monkeypatch.setenv("DETECTIVE_ROM", str(rom))
-    said = r"^detective: \S+detective.z5 is not the story file with the md5 822655c9be83e292e06d3d3b1d6a9734; give [^\n]*$"
+    said = (
+        r"^detective: \S+detective.z5 is not the story file with the md5 822655c9be83e292e06d3d3b1d6a9734; give [^\n]*$"
+    )
     with pytest.raises(envs.Unavailable, match=said):
         envs.make("detective")
 
@@ -116,6 +132,7 @@ def test_players_read_the_last_line():
 
 
 # --------------------------------------------------------------------------------------- with the game
+
 
 def with_the_game(test):
     return pytest.mark.external(pytest.mark.skipif(MISSING is not None, reason=MISSING or "")(test))
@@ -287,7 +304,9 @@ def test_ten_thousand_hostile_actions(matching):
         observation, reward, terminated, truncated, info = world.step(action)
         assert "zqx" not in observation and "/" not in observation and len(observation) < 5000
         assert reward in (0.0, 10.0, 20.0, 30.0, 40.0) and (matching == "paper" or reward < 20)
-        assert observation.rstrip("\n").rpartition("\n")[2].startswith("Actions: ") and observation.isprintable() is False
+        assert (
+            observation.rstrip("\n").rpartition("\n")[2].startswith("Actions: ") and observation.isprintable() is False
+        )
         assert set(info) == ({"action", "episode"} if terminated or truncated else {"action"})
         if terminated or truncated:
             observation, _ = world.reset()
