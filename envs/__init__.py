@@ -29,11 +29,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
 
-__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "make", "missing", "replies", "summarise"]
+__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "WorldBroken", "make", "missing", "replies", "summarise"]
 
 
 class Unavailable(RuntimeError):
     """A world needs a package or a file that is not here; the message says which and where to get it."""
+
+
+class WorldBroken(RuntimeError):
+    """A world broke for reasons of its own, a server that hangs, say; what was played in it counts for nothing."""
 
 
 @dataclass(frozen=True)
