@@ -32,12 +32,12 @@ from statistics import fmean
 __all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "WorldBroken", "make", "missing", "replies", "summarise"]
 
 
+class WorldBroken(RuntimeError):
+    """A world broke for reasons of its own, a server or a child process: the episode says nothing about the agent."""
+
+
 class Unavailable(RuntimeError):
     """A world needs a package or a file that is not here; the message says which and where to get it."""
-
-
-class WorldBroken(RuntimeError):
-    """A world broke for reasons of its own, a server that hangs, say; what was played in it counts for nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ ENVS = {
     "mini-detective": Entry(
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
+    "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
 }
 
 

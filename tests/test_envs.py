@@ -65,8 +65,9 @@ def some_actions(world, seed: int, n: int = 200) -> list[str]:
 
 
 def taken(world, action: str) -> str:
-    """An action as a world takes it: up to the first newline, stripped, bounded."""
-    return action.split("\n")[0].strip()[: world.max_action_chars]
+    """An action as a world takes it: up to the first newline unless it is `multiline`, stripped, bounded."""
+    text = action if getattr(world, "multiline", False) else action.split("\n")[0]
+    return text.strip()[: world.max_action_chars]
 
 
 # ------------------------------------------------------------------------------------ gymnasium
@@ -149,13 +150,15 @@ def test_episodes_end_once_and_say_how(world):
         total += reward
         assert ("episode" in info) == (terminated or truncated)
     assert truncated and not terminated
-    assert info["episode"] == {"return": total, "length": turn, "success": False}
+    assert info["episode"].items() >= {"return": total, "length": turn, "success": False}.items()
     with pytest.raises(ResetNeeded, match="reset"):
         world.step("after the end")
 
 
 def test_the_figures_take_for_a_success_what_the_world_does(world):
     """A dialogue has no mark of success: `summarise` must find it in the end and the last reward."""
+    if getattr(world, "multiline", False):
+        pytest.skip("the last reward is the share of tests passed")
     rng = random.Random(0)
     for player in world.players.values():
         for _ in range(20):
