@@ -1,12 +1,32 @@
-"""Apps: solve small office tasks by writing Python that calls the simulated apps of a person.
+"""Apps: do small things for someone by writing Python that calls the simulated apps of this person.
 
     world = Apps(split="train")
-    observation, info = world.reset(options={"index": 3})
-    observation, reward, terminated, truncated, info = world.step("apis.phone.find(name='Ada')")
+    observation, info = world.reset(options={"index": 96})
+    observation, reward, terminated, truncated, info = world.step("apis.mail.find(sender='Rosa')")
+
+    Supervisor: Nadia. Today is day 13.
+    Task: Star the newest mail from Rosa.
+    Write Python, some lines a turn. apis.app.call(parameter=value) calls an app, ...
+
+    apis.mail.find(sender='Rosa')
+    => [{'subject': 'dentist', 'day': 70, 'id': 305}, {'subject': 'budget', 'day': 31, 'id': 944}]
+
+It is made in the likeness of AppWorld (Trivedi et al. 2024, arXiv:2407.18901), on which LOOP was shown
+(arXiv:2502.01600), small enough for a model that is trained from nothing within minutes.
+
+    an action    Python, of any number of lines. Variables stay from turn to turn; the value of the last line is shown
+    the end      apis.supervisor.complete_task(answer=...), or the turn limit, at which nothing has been handed in
+    a task       people and things invented anew; three tasks with one sentence and other names are a scenario
+    its tests    each row of the database that was to be changed, and that nothing else was; or the right answer
+    the reward   at the end: the share of tests passed, or 1 if all were and else 0. To do nothing earns something:
+                 see `no_op_returns`
+
+The code runs in a process of its own (envs/sandbox.py). Database and tests are in this one, so that the code can do
+nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in apps_tasks.py.
 """
 
 import ast
-import json
+import inspect
 import operator
 import random
 import re
@@ -20,174 +40,251 @@ from typing import NamedTuple
 
 import gymnasium
 
+import envs
 from envs.apps_tasks import SCENARIOS, Scenario
 from envs.datasets import dialogue
 from envs.sandbox import Finished, Refused, Sandbox
 
-# ------------------------------------------------------------------------------------ 1. the apps
+# -------------------------------------------------------------------------------------- 1. the apps
 
 DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in DATA["words"].items()}
-LOGIN = ["pay"]  # the apps that want a password
-TYPES = {"int": int, "str": str}
-SUPERVISOR = {"supervisor.complete_task": "answer", "supervisor.show_passwords": "", "api_docs.show_api_doc": "name"}
+TYPES = {"int": int, "str": str, "any": object}
+MAX_TEXT = 300  # characters of a text that a call takes
 
 
 class Call(NamedTuple):
-    """A call of an app."""
+    """What an app can be asked to do."""
 
-    name: str
-    params: dict[str, tuple[type, object]]  # name -> type, default (None: it must be given)
+    name: str  # "mail.star"
+    parameters: dict[str, tuple[type, object]]  # type and default by name; `...` for a parameter that must be given
     about: str
-    sql: list[str]
+    sql: list[str]  # empty for the three calls that `Apps.call` does itself
 
     @property
     def doc(self) -> str:
-        given = [name if default is None else f"{name}={default!r}" for name, (_, default) in self.params.items()]
+        """What its documentation says.
+
+        >>> CALLS["phone.list"].doc
+        'phone.list(page=0): lists contacts, four a page'
+        """
+        given = [name if default is ... else f"{name}={default}" for name, (_, default) in self.parameters.items()]
         return f"{self.name}({', '.join(given)}): {self.about}"
 
 
-def read_calls() -> dict[str, Call]:
+def make_call(name: str, parameters: str, about: str, sql: str | list[str]) -> Call:
+    """A call from its row in apps.toml.
+
+    >>> make_call("phone.list", "page: int = 0", "lists", "select 1").parameters
+    {'page': (<class 'int'>, 0)}
+    """
+    parts = re.findall(r"(\w+): (\w+)(?: = (\w+))?", parameters)
+    known = {part: (TYPES[kind], ast.literal_eval(default) if default else ...) for part, kind, default in parts}
+    return Call(name, known, about, [sql] if isinstance(sql, str) else sql)
+
+
+def make_calls() -> dict[str, Call]:
+    """The calls of all tasks, by name; those of devices differ from task to task."""
+    rows = {f"{app}.{name}": row for app, calls in DATA["apps"].items() for name, row in calls.items()}
+    password = "select app, password from password where app = :app"
+    rows["supervisor.show_password"] = ["app: str", "shows the password of an app", password]
+    for app in DATA["login"]:
+        check = f"select 'ok' from password where app = '{app}' and password = :password"
+        rows[f"{app}.login"] = ["password: int", "logs in", check]
+    rows["supervisor.complete_task"] = ["answer: any = None", "ends the task", []]
+    rows["api_docs.show_api_doc"] = ["name: str", "explains an app or one of its calls", []]
+    return {name: make_call(name, *row) for name, row in sorted(rows.items())}
+
+
+CALLS = make_calls()
+
+
+def device_calls(kind: str, words: dict[str, str], rng: random.Random) -> dict[str, Call]:
+    """The calls of a device in one task: `words` are the names from which its maker chooses."""
+    chosen = {name: rng.choice(choice.split()) for name, choice in words.items()}
     calls = {}
-    for app in DATA.keys() - {"tables", "words"}:
-        for name, (params, about, sql) in DATA[app].items():
-            found = re.findall(r"(\w+): (\w+)(?: = (\S+))?", params)
-            params = {p: (TYPES[kind], ast.literal_eval(default) if default else None) for p, kind, default in found}
-            calls[f"{app}.{name}"] = Call(f"{app}.{name}", params, about, [sql] if isinstance(sql, str) else sql)
-    for app in LOGIN:
-        sql = f"select 'ok' from password where app = '{app}' and password = :password"
-        calls[f"{app}.login"] = Call(f"{app}.login", {"password": (int, None)}, "logs in", [sql])
-    calls["supervisor.show_passwords"] = Call(
-        "supervisor.show_passwords", {}, "the passwords of the apps", ["select app, password from password"]
-    )
-    return calls
+    for name in ("find", "set"):
+        parameters, about, sql = (text.format(kind=kind) for text in DATA["device"][name])
+        for old in re.findall(r"(\w+): ", parameters):
+            parameters = parameters.replace(f"{old}: ", f"{chosen[old]}: ")
+            sql = sql.replace(f":{old}", f":{chosen[old]}")
+        calls[f"{kind}.{chosen[name]}"] = make_call(f"{kind}.{chosen[name]}", parameters, about, sql)
+    return dict(sorted(calls.items()))
 
 
-CALLS = read_calls()
+# ---------------------------------------------------------------------------------- 2. the database
+# A state is all its rows, {(table, id): row}.
 
 
-def populate(db: sqlite3.Connection, rng: random.Random) -> None:
-    """Fills an empty database with invented people and things."""
-    ids = iter(rng.sample(range(100, 1000), 200))
-    numbers = iter(rng.sample(range(100, 1000), 200))
-
-    def add(table: str, **row) -> None:
-        names = ", ".join(["id", *row])
-        db.execute(f"insert into {table} ({names}) values ({', '.join('?' * (len(row) + 1))})", [next(ids), *row.values()])
-
-    names, titles = rng.sample(WORDS["names"], 7), rng.sample(WORDS["titles"], 12)
-    for app in LOGIN:
-        add("password", app=app, password=next(numbers))
-    for name in names:
-        add("contact", name=name, phone=next(numbers), kind=rng.choice(WORDS["kinds"]))
-    days = rng.sample(range(1, 100), 9)
-    for title, day in zip(titles, days):
-        add("mail", sender=rng.choice(names[:5]), subject=title, day=day, read=rng.randrange(2), starred=0,
-            words=rng.choice(WORDS["words"]))
-    for title in rng.sample(titles, 5):
-        add("note", title=title, words=rng.choice(WORDS["words"]))
-    add("account", balance=rng.randrange(100, 1000))
-    for _ in range(4):
-        add("transfer", name=rng.choice(names), amount=rng.randrange(5, 100))
-    for name in rng.sample(names, 4):
-        add("request", name=name, amount=rng.randrange(5, 100), state=rng.choice(["open", "denied"]))
-
-
-# ------------------------------------------------------------------------------------ 2. the tasks
-# A state is {(table, id): row}, a difference {(table, id): row or None}; new rows stand without their id.
-
-SPLITS = {"train": 8, "dev": 2, "test-normal": 3, "test-challenge": 3}  # scenarios of each kind
-VARIANTS = 3
-
-
-class Task(NamedTuple):
-    id: str
-    scenario: Scenario
-    prompt: str
-    answer: object  # None if nothing is asked
-    changes: Counter  # of (table, id or None, row or None)
-    start: bytes  # the database
-    state: dict
-
-
-def open_database(start: bytes | None = None) -> sqlite3.Connection:
+def new_database() -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    if start:
-        db.deserialize(start)
-    else:
-        for table, columns in DATA["tables"].items():
-            db.execute(f"create table {table} (id integer primary key, {columns})")
+    db.execute("pragma page_size = 512")  # a table takes a page at least, and each task keeps a copy
+    for table, columns in DATA["tables"].items():
+        db.execute(f"create table {table} (id integer primary key, {columns})")
     return db
 
 
-def read_state(db: sqlite3.Connection) -> dict:
+def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> None:
+    """Fills a new database with invented people and things; `kinds` are the devices that there are."""
+    numbers = iter(rng.sample(range(100, 1000), 200))  # ids, phone numbers, passwords: each is there once
+
+    def add(table: str, **row) -> None:
+        marks = ", ".join("?" * (len(row) + 1))
+        db.execute(f"insert into {table} (id, {', '.join(row)}) values ({marks})", (next(numbers), *row.values()))
+
+    def some(name: str, n: int) -> list[str]:
+        return rng.sample(WORDS[name], n)
+
+    def one(name: str) -> str:
+        return rng.choice(WORDS[name])
+
+    for app in DATA["login"]:
+        add("password", app=app, password=next(numbers))
+    names = some("name", 7)
+    for name in names:
+        add("contact", name=name, phone=next(numbers), kind=one("kind"))
+    for subject, day in zip(some("title", 9), rng.sample(range(1, 100), 9), strict=True):
+        sender, read = rng.choice(names[:4]), rng.randrange(2)
+        add("mail", sender=sender, subject=subject, day=day, read=read, starred=0, words=one("words"))
+    for title in some("title", 5):
+        add("note", title=title, words=one("words"), pinned=0)
+    days = rng.sample(range(1, 100), 3)
+    for title, hour in zip(some("title", 6), rng.sample(range(8, 20), 6), strict=True):
+        add("event", title=title, name=rng.choice(names), day=rng.choice(days), hour=hour)
+    for title, seconds in zip(some("song", 7), rng.sample(range(100, 400), 7), strict=True):
+        add("song", title=title, artist=one("artist"), seconds=seconds, liked=int(rng.random() < 0.2))
+    for title, size in zip(some("title", 6), rng.sample(range(1, 100), 6), strict=True):
+        add("file", title=title, folder=one("folder"), size=size)
+    add("account", balance=rng.randrange(200, 1000))
+    for _ in range(5):
+        add("transfer", name=rng.choice(names[:3]), amount=rng.randrange(5, 100))
+    for name in rng.sample(names, 4):
+        add("request", name=name, amount=rng.randrange(5, 100), state=rng.choice(["open", "denied"]))
+    for kind in kinds:
+        for room, level in zip(some("room", 3), rng.sample(range(10), 3), strict=True):
+            add("device", kind=kind, room=room, level=level)
+    for product in some("product", 4):
+        add("product", product=product, price=rng.randrange(5, 100), stock=rng.randrange(5, 100))
+    for product in some("product", 3):
+        add("purchase", product=product, count=rng.randrange(1, 10), state=rng.choice(["open", "canceled"]))
+
+
+def rows_of(cursor: sqlite3.Cursor) -> list[dict]:
+    return [dict(zip([column[0] for column in cursor.description], row, strict=True)) for row in cursor]
+
+
+def read_state(db: sqlite3.Connection) -> dict[tuple[str, int], tuple]:
     return {(table, row[0]): row[1:] for table in DATA["tables"] for row in db.execute(f"select * from {table}")}
 
 
 def difference(before: dict, after: dict) -> Counter:
-    """What has changed: a row for each that is other, gone (None) or new (without its id)."""
-    changes = Counter()
-    for key in before.keys() | after.keys():
-        if before.get(key) != after.get(key):
-            table, id = key
-            changes[table, id if key in before else None, after.get(key)] += 1
-    return changes
+    """How often each change was made: (table, id, row after it). A row that is gone is None, the id of a new one, too.
+
+    >>> difference({("note", 5): ("a",), ("note", 6): ("b",)}, {("note", 6): ("c",), ("note", 7): ("d",)})
+    Counter({('note', 5, None): 1, ('note', 6, ('c',)): 1, ('note', None, ('d',)): 1})
+    """
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    return Counter((table, id if (table, id) in before else None, after.get((table, id))) for table, id in changed)
+
+
+# ----------------------------------------------------------------------------------- 3. the tasks
+
+VARIANTS = 3  # tasks of a scenario
+SPLITS = {"train": 8, "dev": 1, "test-normal": 2, "test-challenge": 4}  # scenarios of each kind
+FRESH = {  # what a task may ask for that is not in the database
+    "phone": lambda rng: rng.randrange(100, 1000),
+    "amount": lambda rng: rng.randrange(5, 100),
+    "day": lambda rng: rng.randrange(1, 100),
+    "hour": lambda rng: rng.randrange(8, 20),
+    "level": lambda rng: rng.randrange(1, 10),
+}
+PROMPT = """\
+Supervisor: {me}. Today is day {today}.
+Task: {sentence}
+Write Python, some lines a turn. apis.app.call(parameter=value) calls an app, apis.api_docs.show_api_doc(name='app') \
+explains it, and apis.supervisor.complete_task(answer=None) ends the task.
+{index}
+
+"""
+
+
+class Task(NamedTuple):
+    """A task, and what `Apps` needs to run and to grade it."""
+
+    id: str  # "mail-star.train5_2": the second variant of a scenario
+    prompt: str
+    calls: dict[str, Call]
+    start: bytes  # the database
+    state: dict  # its rows
+    changes: Counter  # what it asks for, see `difference`
+    answer: object  # None where nothing is asked
 
 
 def tasks_of(split: str) -> list[tuple[Scenario, int, int]]:
-    return [
-        (scenario, number, variant)
-        for scenario in SCENARIOS
-        if scenario.challenge == (split == "test-challenge")
-        for number in range(SPLITS[split])
-        for variant in range(1, VARIANTS + 1)
-    ]
+    """All tasks of a split: kind of scenario, number of the scenario in its kind, variant."""
+    kinds = [scenario for scenario in SCENARIOS if scenario.challenge == (split == "test-challenge")]
+    return [(kind, n, v) for kind in kinds for n in range(SPLITS[split]) for v in range(1, VARIANTS + 1)]
 
 
 @lru_cache(maxsize=10_000)
 def make_task(split: str, index: int) -> Task:
+    """Invents task `index` of a split, the same one every time."""
     scenario, number, variant = tasks_of(split)[index]
     id = f"{scenario.name}.{split}{number}_{variant}"
     rng = random.Random(id)
-    rows = []
-    while not rows:
-        db = open_database()
-        populate(db, rng)
-        cursor = db.execute(scenario.draw)
-        rows = [dict(zip([c[0] for c in cursor.description], row)) for row in cursor]
-    values = rng.choice(rows)
-    for name, kind in scenario.fresh.items():
-        if kind in WORDS:
-            values[name] = rng.choice(WORDS[kind])
-        else:
-            values[name] = rng.randrange(100, 1000) if kind == "number" else rng.randrange(5, 100)
-    start, before = db.serialize(), read_state(db)
-    answer = db.execute(scenario.answer, values).fetchone()[0] if scenario.answer else None
-    for statement in scenario.changes:
-        db.execute(statement, values)
-    changes = difference(before, read_state(db))
-    apps = set(scenario.apps.split()) | {rng.choice([app for app in DATA if app not in ("tables", "words")])}
-    index_lines = []
-    for app in sorted(apps):
-        index_lines.append(f"{app}: " + " ".join(name.partition(".")[2] for name in sorted(CALLS) if name.startswith(f"{app}.")))
-    prompt = (
-        f"{scenario.sentence.format(**values)}\n"
-        "Write Python: apis.app.call(). "
-        "api_docs: show_api_doc; supervisor: complete_task show_passwords; " + "; ".join(index_lines) + "\n\n"
-    )
-    return Task(id, scenario, prompt, answer, changes, start, before)
+    makers = DATA["device"]["challenge" if scenario.challenge else "words"]
+    while True:  # until there is something to do: nobody may have written two mails, or a note may say it already
+        db = new_database()
+        populate(db, rng, makers["kind"].split())
+        people = {name for (name,) in db.execute("select name from contact")}
+        values = {"me": rng.choice([name for name in WORDS["name"] if name not in people]), "today": FRESH["day"](rng)}
+        for name, kind in scenario.fresh.items():
+            values[name] = rng.choice(WORDS[kind]) if kind in WORDS else FRESH[kind](rng)
+        rows = rows_of(db.execute(scenario.draw))
+        if not rows:
+            continue
+        values |= rng.choice(rows)
+        start, before = db.serialize(), read_state(db)
+        answer = db.execute(scenario.answer, values).fetchone()[0] if scenario.answer else None
+        for statement in scenario.changes:
+            db.execute(statement, values)
+        changes = difference(before, read_state(db))
+        if changes or answer is not None:
+            break
+
+    # Its apps, and one that it does not need.
+    apps = scenario.apps.format(**values).split()
+    devices = device_calls(values["kind"], makers, rng) if scenario.apps == "{kind}" else {}
+    apps.append(rng.choice([app for app in DATA["apps"] if app not in apps and app not in DATA["challenge"]]))
+    offered = ["api_docs", "supervisor", *sorted(apps)]
+    calls = {name: call for name, call in (CALLS | devices).items() if name.split(".")[0] in offered}
+    names = {app: [name.split(".")[1] for name in calls if name.startswith(f"{app}.")] for app in offered}
+    lines = "\n".join(f"{app}: {' '.join(of_app)}" for app, of_app in names.items())
+    prompt = PROMPT.format(sentence=scenario.sentence.format(**values), index=lines, **values)
+    return Task(id, prompt, calls, start, before, changes, answer)
 
 
-def grade(task: Task, changes: Counter, answer: object) -> list[bool]:
-    """The tests of a task: each requested change, nothing else changed, the right answer."""
-    tests = [changes[change] == n for change, n in task.changes.items()]
-    tests.append(not set(changes) - set(task.changes))
-    if task.answer is not None:
-        tests.append(str(answer).strip().lower() == str(task.answer).lower())
-    return tests
+def run_tests(task: Task, changes: Counter, answer: object) -> list[bool]:
+    """Which tests of a task are passed: each change that it asks for, nothing else; or nothing, and the answer."""
+    nothing_else = not changes - task.changes and (task.answer is not None or answer is None)
+    asked = [is_right(answer, task.answer)] if task.answer is not None else []
+    return [changes[change] == n for change, n in task.changes.items()] + asked + [nothing_else]
 
 
-# ------------------------------------------------------------------------------------ 3. the world
+def is_right(answer: object, expected: object) -> bool:
+    """Whether an answer, which may be anything that JSON can hold, says what is expected.
+
+    >>> [is_right(answer, 12) for answer in (12, "12", 12.0, " 12 ", 13, True, [12], None)]
+    [True, True, True, True, False, False, False, False]
+    >>> [is_right(answer, "Rosa") for answer in ("Rosa", "rosa", "Rosa Luna")]
+    [True, True, False]
+    """
+    if type(answer) is float and answer.is_integer():
+        answer = int(answer)
+    return type(answer) in (int, str) and str(answer).strip().lower() == str(expected).lower()
+
+
+# ----------------------------------------------------------------------------------- 4. the world
 
 
 class AnyText(gymnasium.spaces.Text):
@@ -201,6 +298,20 @@ class AnyText(gymnasium.spaces.Text):
 
 
 class Apps(gymnasium.Env):
+    """The world. An observation is the prompt and all code and output so far, an action is code.
+
+    An action is stripped of blanks at both ends and then cut to `max_action_chars`; it may have several lines.
+    `info["action"]` is what remains. Always:
+
+        next_observation == observation + info["action"] + "\\n=> " + output + "\\n"        (no blank without output)
+
+    `info["answer"]` of `reset` is the id of the task, never what is expected. The last info["episode"] has "passed"
+    and "tests" besides. Raises envs.WorldBroken if no process for the code can be had.
+
+    Options: `split`, one of SPLITS; `reward`, "fraction" of the tests or "success", 1 if all were passed; `max_turns`;
+    `max_output`, the characters of a turn's output that are shown.
+    """
+
     id = "apps"
     max_action_chars = 1000
     append_only = True
@@ -217,15 +328,16 @@ class Apps(gymnasium.Env):
         self.split, self.reward, self.max_turns, self.max_output = split, reward, max_turns, max_output
         tasks = tasks_of(split)
         self.num_tasks = len(tasks)
-        self.scenarios = tuple(i // VARIANTS for i in range(self.num_tasks))
+        self.scenarios = tuple(index // VARIANTS for index in range(self.num_tasks))
         self.difficulties = tuple(scenario.difficulty for scenario, _, _ in tasks)
         self.is_question = tuple(scenario.answer is not None for scenario, _, _ in tasks)
-        self.observation_space = AnyText(5000 + max_turns * (self.max_action_chars + max_output + 200))
+        self.observation_space = AnyText(2000 + max_turns * (self.max_action_chars + max_output + 100))
         self.action_space = AnyText(self.max_action_chars)
         self.sandbox = Sandbox(max_output=max_output)
-        self.over = True
+        self.over = True  # until the first reset
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """Starts with the task `options["index"]`, or one drawn by the world's own generator."""
         super().reset(seed=seed)
         options = options or {}
         if unknown := set(options) - {"index"}:
@@ -234,113 +346,127 @@ class Apps(gymnasium.Env):
         index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
         if not 0 <= index < self.num_tasks:
             raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
-        self.sandbox.close()
+        self.close()
         self.task = make_task(self.split, index)
-        self.db = open_database(self.task.start)
+        self.db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self.db.deserialize(self.task.start)
         self.logged_in, self.answer, self.completed = set(), None, False
         self.observation, self.turns, self.over = self.task.prompt, 0, False
         return self.observation, {"answer": self.task.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Runs one piece of code; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
         if not isinstance(action, str):
             raise TypeError(f"an action is a str, not {type(action).__name__}")
         action = action.strip()[: self.max_action_chars]
-        output = self.sandbox.run(action, self.call).strip()
+        try:
+            output = self.sandbox.run(action, self.call)
+        except OSError as error:
+            raise envs.WorldBroken(f"apps: {error}") from error
+        self.observation += f"{action}\n=> {output.strip()}".rstrip(" ") + "\n"
         self.turns += 1
-        self.observation += f"{action}\n=> {output}\n"
         truncated = not self.completed and self.turns == self.max_turns
         self.over = self.completed or truncated
         info, reward = {"action": action}, 0.0
         if self.over:
-            self.sandbox.close()
-            passed = grade(self.task, difference(self.task.state, read_state(self.db)), self.answer)
-            success = self.completed and all(passed)
-            if self.completed:  # at the time limit nothing was handed in
-                reward = sum(passed) / len(passed) if self.reward == "fraction" else float(success)
-            info["episode"] = {
-                "return": reward, "length": self.turns, "success": success, "passed": sum(passed), "tests": len(passed),
-            }  # fmt: skip
+            tests = run_tests(self.task, difference(self.task.state, read_state(self.db)), self.answer)
+            success = self.completed and all(tests)
+            if self.completed:
+                reward = float(success) if self.reward == "success" else sum(tests) / len(tests)
+            episode = {"return": reward, "length": self.turns, "success": success}
+            info["episode"] = episode | {"passed": sum(tests), "tests": len(tests)}
+            self.close()
         return self.observation, reward, self.completed, truncated, info
 
     def call(self, name: str, kwargs: dict) -> object:
-        """Answers a call of the agent's code. Whatever is in the arguments was written by the agent."""
+        """Does what the code asks for. Name and arguments may be anything: a hostile agent has made them up."""
+        call = self.task.calls.get(name)
+        if call is None:
+            raise Refused(f"there is no {name[:50]}")
+        values = {parameter: default for parameter, (_, default) in call.parameters.items()}
+        for parameter, value in kwargs.items():
+            if parameter not in values:
+                raise Refused(f"{name} has no parameter {parameter[:50]}")
+            kind = call.parameters[parameter][0]
+            if type(value) is not kind and kind is not object:
+                raise Refused(f"{name}: {parameter} must be {kind.__name__}, not {type(value).__name__}")
+            if isinstance(value, str) and len(value) > MAX_TEXT:
+                raise Refused(f"{name}: {parameter} must not be longer than {MAX_TEXT} characters")
+            values[parameter] = value
+        if missing := [parameter for parameter, value in values.items() if value is ...]:
+            raise Refused(f"{name} needs {missing[0]}")
+
         if name == "supervisor.complete_task":
-            if kwargs.keys() - {"answer"}:
-                raise Refused("complete_task takes answer")
-            self.answer, self.completed = kwargs.get("answer"), True
+            self.answer, self.completed = values["answer"], True
             raise Finished
         if name == "api_docs.show_api_doc":
-            asked = kwargs.get("name")
-            if kwargs.keys() != {"name"} or asked not in CALLS:
-                raise Refused(f"no call {asked!r}" if kwargs.keys() == {"name"} else "show_api_doc takes name")
-            return CALLS[asked].doc
-        call = CALLS.get(name)
-        if call is None:
-            raise Refused(f"no call {name}")
-        values = {param: default for param, (_, default) in call.params.items()}
-        for param, value in kwargs.items():
-            if param not in call.params:
-                raise Refused(f"{name} has no parameter {param}")
-            if type(value) is not call.params[param][0]:
-                raise Refused(f"{name}: {param} must be {call.params[param][0].__name__}")
-            values[param] = value
-        for param, value in values.items():
-            if value is None:
-                raise Refused(f"{name} needs {param}")
+            asked = values["name"]
+            docs = [call.doc for other, call in self.task.calls.items() if asked in (other, other.split(".")[0])]
+            if not docs:
+                raise Refused(f"there is no {asked[:50]}")
+            return docs
         app = name.split(".")[0]
-        if app in LOGIN and app not in self.logged_in and name != f"{app}.login":
+        if app in DATA["login"] and app not in self.logged_in and not name.endswith(".login"):
             raise Refused(f"log in to {app} first")
-        try:
-            self.db.execute("begin")
-            for statement in call.sql:
-                cursor = self.db.execute(statement, values)
-                rows = cursor.fetchall()
-                if cursor.rowcount == 0:
-                    raise Refused(f"{name}: not found")
-            self.db.execute("commit")
-        except (sqlite3.Error, OverflowError, UnicodeError, Refused) as error:
-            self.db.execute("rollback")
-            raise Refused(str(error)) from None
-        if name == f"{app}.login":
+        rows = self.query(call, values)
+        if name.endswith(".login"):
             if not rows:
                 raise Refused("wrong password")
             self.logged_in.add(app)
             return "ok"
-        if cursor.description is None:
-            return "ok"
-        return [dict(zip([column[0] for column in cursor.description], row)) for row in rows]
+        return rows
+
+    def query(self, call: Call, values: dict) -> list[dict] | str:
+        """The rows of the last statement, or "ok". Either all statements of a call happen or none."""
+        self.db.execute("begin")
+        try:
+            for statement in call.sql:
+                cursor = self.db.execute(statement, values)
+                if cursor.rowcount == 0:  # of a change; a select has -1
+                    raise Refused(f"{call.name}: not found")
+            result = rows_of(cursor) if cursor.description else "ok"
+        except (sqlite3.Error, OverflowError, UnicodeError, Refused) as error:
+            self.db.execute("rollback")
+            raise error if isinstance(error, Refused) else Refused(f"{call.name}: {error}") from None
+        self.db.execute("commit")
+        return result
 
     def close(self) -> None:
+        """Ends the process of the code, if there is one, and forgets the database."""
         self.sandbox.close()
+        if hasattr(self, "db"):
+            self.db.close()
 
     def no_op_returns(self) -> list[float]:
-        """Of each task, what it pays to complete it at once."""
-        results = []
+        """What each task pays if it is completed at once and nothing is done."""
+        returns = []
         for index in range(self.num_tasks):
-            passed = grade(make_task(self.split, index), Counter(), None)
-            results.append(sum(passed) / len(passed) if self.reward == "fraction" else float(all(passed)))
-        return results
+            tests = run_tests(make_task(self.split, index), Counter(), None)
+            returns.append(float(all(tests)) if self.reward == "success" else sum(tests) / len(tests))
+        return returns
 
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
+        """Scripted players by name; `player(observation, rng)` is an action."""
         return {"scripted": scripted, "expert": expert, "random": random_player}
 
     def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
+        """`n` dialogues of the player `scripted` (whose knobs these are) about tasks of the split train."""
         world, player, rng = Apps(reward=self.reward), partial(scripted, **knobs), random.Random(seed)
         made = [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
         world.close()
         return made
 
 
-# ------------------------------------------------------------------------------------ 4. the players
-
-DONE = "apis.supervisor.complete_task({})"
+# --------------------------------------------------------------------------------- 5. the players
+# A player is a function of the observation and a random.Random. It finds out which scenario it is in, starts the
+# solution from the beginning and sends it what was printed, until it comes to a step that has not been taken.
 
 
 class Guess(int):
-    """What someone assumes who has not looked: every field and every item of it is the same made-up number."""
+    """What one assumes who has not looked: each item and field of it is one made-up number, and fits everything."""
 
     def __getitem__(self, key):
         return self
@@ -354,70 +480,126 @@ class Guess(int):
     __hash__ = int.__hash__
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=1000)
 def pattern(sentence: str) -> re.Pattern:
-    text = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\w+)", re.escape(sentence))
-    return re.compile(text + "$")
+    """The sentence of a scenario as a pattern with a group for each blank."""
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\w+)", re.escape(sentence)))
 
 
-def understand(observation: str) -> tuple[Scenario, dict]:
-    sentence = observation.split("\n", 1)[0]
+@lru_cache(maxsize=10_000)
+def read_prompt(prompt: str) -> tuple[Scenario, dict]:
+    """The scenario of a prompt and what fills its blanks."""
+    head = re.match(r"Supervisor: (?P<me>\w+)\. Today is day (?P<today>\d+)\.\nTask: (.*)\n", prompt)
     for scenario in SCENARIOS:
-        if match := pattern(scenario.sentence).match(sentence):
-            return scenario, {k: int(v) if v.isdigit() else v for k, v in match.groupdict().items()}
-    raise ValueError(f"no scenario has the sentence {sentence!r}")
+        if match := pattern(scenario.sentence).fullmatch(head[3]):
+            found = head.groupdict() | match.groupdict()
+            values = {name: int(text) if text.isdigit() else text for name, text in found.items()}
+            needed = inspect.signature(scenario.solve).parameters
+            return scenario, {name: value for name, value in values.items() if name in needed}
+    raise ValueError(f"no scenario has the sentence {head[3]!r}")
 
 
-def turns_of(observation: str) -> list[tuple[str, str]]:
-    """The actions so far and what each printed."""
-    return re.findall(r"^(.*)\n=> ?(.*)$", observation.split("\n\n", 1)[1], re.MULTILINE)
+def split_turns(observation: str) -> list[tuple[str, str]]:
+    """Code of one line and what it printed, for each turn so far."""
+    return re.findall(r"^(.*)\n=>(.*)$", observation.split("\n\n", 1)[1], re.MULTILINE)
 
 
-def parse(output: str) -> object:
+def read_output(output: str) -> object:
+    """What was printed, as an object; a guess where it is an error or nothing was found: one goes on regardless."""
     try:
-        value = ast.literal_eval(output)
+        value = ast.literal_eval(output.strip())
     except (ValueError, SyntaxError):
-        return Guess(100)  # an error: go on as if there were none
+        return Guess(100)
     return Guess(100) if value == [] else value
 
 
-def next_step(observation: str, guess: int | None = None) -> str:
-    """What the solution does next, after the steps of it that were taken; with `guess`, as if it had been looked up."""
-    scenario, values = understand(observation)
-    solution, turns = scenario.solve(**values), turns_of(observation)
+def completion(answer: object = None) -> str:
+    return f"apis.supervisor.complete_task({'' if answer is None else f'answer={answer!r}'})"
+
+
+def next_step(observation: str, assume: Callable[[str], object] | None = None) -> str:
+    """The next step of the solution. With `assume` it is the one after that: as if it had been taken and had printed
+    what `assume(code)` makes of it."""
+    scenario, values = read_prompt(observation.split("\n\n", 1)[0])
+    solution, turns = scenario.solve(**values), split_turns(observation)
     try:
         code = next(solution)
         while True:
-            taken = [output for action, output in turns if action == code]
-            if not taken:
-                if guess is None:
-                    return code
-                code, guess = solution.send(Guess(guess)), None
-                if code.startswith("apis.supervisor"):
-                    return code
+            printed = [output for action, output in turns if action == code]
+            if printed:
+                code = solution.send(read_output(printed[-1]))
+            elif assume:
+                code, assume = solution.send(assume(code)), None
+            else:
                 return code
-            code = solution.send(parse(taken[-1]))
     except StopIteration as end:
-        return DONE.format("" if end.value is None else f"answer={end.value!r}")
+        return completion(end.value)
+    except (LookupError, RuntimeError, TypeError, ValueError):  # what it looks for is not there: it gives up
+        return completion()
 
 
 def expert(observation: str, rng: random.Random | None = None) -> str:
+    """Looks up everything, reads what it needs to, and solves every task; `rng` is not used."""
     return next_step(observation)
 
 
-def scripted(observation: str, rng: random.Random, hasty: float = 0.2, guessing: float = 0.2) -> str:
-    """The expert with bad habits: completes without having done it, guesses what it should look up."""
-    scenario, _ = understand(observation)
-    if rng.random() < hasty:
-        wrong = rng.choice([rng.randrange(100, 1000), rng.choice(WORDS["names"]), rng.choice(WORDS["words"])])
-        return DONE.format(f"answer={wrong!r}" if scenario.answer else "")
-    return next_step(observation, rng.randrange(100, 1000) if rng.random() < guessing else None)
+def scripted(
+    observation: str, rng: random.Random, hasty: float = 0.12, guessing: float = 0.12, careless: float = 0.15
+) -> str:
+    """The expert with the habits of a language model that has not been trained: the player of the demonstrations.
+
+    In the share `guessing` of the turns it does not take the next step, a look-up or the documentation, but assumes
+    what it would have found; in the share `careless` it takes another number or name of the last output than the right
+    one; in the share `hasty` it completes the task, answering a question at random. Errors it ignores.
+    """
+    draw = rng.random()
+    if draw < hasty:
+        scenario, _ = read_prompt(observation.split("\n\n", 1)[0])
+        made_up = rng.choice([rng.randrange(1, 1000), rng.choice(WORDS["name"]), rng.choice(WORDS["words"])])
+        return completion(made_up if scenario.answer else None)
+    if draw < hasty + guessing:
+        return next_step(observation, lambda code: assumption(code, observation, rng))
+    code = next_step(observation)
+    return confuse(code, observation, rng) if draw < hasty + guessing + careless else code
+
+
+def assumption(code: str, observation: str, rng: random.Random) -> object:
+    """What one might expect the code to print: for documentation the usual names, else one number for everything."""
+    if "show_api_doc" not in code:
+        return Guess(rng.randrange(100, 1000))
+    app = re.search(r"'(\w+)'", code)[1]
+    names = re.search(rf"^{app}: (.*)$", observation, re.MULTILINE)[1].split()
+    words = {name: rng.choice(choice.split()) for name, choice in DATA["device"]["words"].items()}
+    rng.shuffle(names)
+    return [
+        f"{app}.{names[0]}({words['where']}): finds",
+        f"{app}.{names[-1]}({words['device']}, {words['level']}): sets",
+    ]
+
+
+def confuse(code: str, observation: str, rng: random.Random) -> str:
+    """The code with a value that it takes from the last output replaced by another one of that output.
+
+    >>> confuse("apis.mail.star(id=7)", "\\n\\napis.x()\\n=> [{'name': 'Ada', 'day': 3, 'id': 7}]\\n", random.Random(0))
+    'apis.mail.star(id=3)'
+    """
+    turns = split_turns(observation)
+    seen = re.findall(r"\d+|'\w+'(?!:)", turns[-1][1]) if turns else []
+    taken = [value for value in re.findall(r"=(\d+|'\w+')", code) if value in seen]
+    if not taken:
+        return code
+    right = rng.choice(taken)
+    others = [value for value in seen if value != right and value[0].isdigit() == right[0].isdigit()]
+    return code.replace(f"={right}", f"={rng.choice(others)}") if others else code
 
 
 def random_player(observation: str, rng: random.Random) -> str:
-    """Any call with made-up arguments."""
-    name = rng.choice([*CALLS, "supervisor.complete_task"])
-    if name not in CALLS:
-        return DONE.format("")
-    made = {int: lambda: rng.randrange(100, 1000), str: lambda: rng.choice(WORDS["names"] + WORDS["titles"])}
-    return f"apis.{name}({', '.join(f'{p}={made[kind]()!r}' for p, (kind, _) in CALLS[name].params.items())})"
+    """Any call of those that the prompt names, with arguments that are made up."""
+    offered = re.findall(r"^(\w+): (.*)$", observation.split("\n\n", 1)[0], re.MULTILINE)[2:]
+    app, names = rng.choice(offered)
+    name = f"{app}.{rng.choice(names.split())}"
+    if name == "supervisor.complete_task":
+        return completion(rng.choice([None, rng.randrange(100)]))
+    made_up = {int: lambda: rng.randrange(100, 1000), str: lambda: rng.choice(WORDS["name"] + WORDS["title"])}
+    known = CALLS[name].parameters if name in CALLS else {}
+    return f"apis.{name}({', '.join(f'{parameter}={made_up[kind]()!r}' for parameter, (kind, _) in known.items())})"

@@ -1,140 +1,184 @@
-"""The far end of envs/sandbox.py, run as `python -I -S` and never imported: where an agent's code is executed.
+"""The far end of envs/sandbox.py: where an agent's code is executed. Started by it, never imported.
 
-    zygote    started once. It loads what agents may import, forgets what could do harm, and forks on request
-    child     runs the code of one agent, turn after turn, and keeps its variables. Its one open descriptor is the line
-              to the host; it holds no data: `apis.app.call(...)` asks the host
+    zygote    one of it. It loads what agents may import, forgets what could do harm, and forks when asked to
+    child     runs the code of one agent, turn after turn, and keeps its variables. Its only open descriptor is the
+              line to the host, and it holds no data: `apis.app.call(...)` asks the host
 
-On the line are JSON objects, one a line. The host says {"run": code, "turn": n}; the child asks
-{"call": "app.call", "kwargs": {...}}, is told {"result": ...} or {"error": "..."}, any number of times, and ends with
-{"done": n, "output": "..."}.
+On the line are JSON objects, each on a line of its own. The host says {"run": code, "turn": n}; the child asks
+{"call": "app.call", "kwargs": {...}} and is told {"result": ...} or {"error": "..."}, any number of times, and ends
+the turn with {"done": n, "output": "..."}. Before the first turn it says {"pid": its number}.
+
+Three walls, each enough for what an agent is likely to try:
+
+    Python    functions that reach the system are deleted from all modules, `import` finds what is loaded already, and
+              an audit hook refuses every event that ordinary code does not cause: files, frames, code objects, ...
+    system    no second descriptor, process or thread; little memory and time; as root also an empty root folder and
+              the user "nobody". This holds for native code, too
+    host      believes nothing that comes along the line (envs/sandbox.py)
 """
-
-import ast
-import builtins
-import gc
-import json
-import posix
-import resource
-import sys
-import types
-import warnings
 
 import _signal
 import _socket
+import builtins
+import gc
+import json
+import os
+import posix
+import resource
+import sys
+import time
+import types
+import warnings
+from _ast import Expr, Expression
+from _ast import PyCF_ONLY_AST as PARSE
+from builtins import compile, eval, exec, len, repr, type  # ours, whatever agents make of theirs
 
-# What agents may import. All of it is loaded before the first child exists; nothing can be loaded afterwards.
+# What agents may import: all of it is loaded before the first child exists, and nothing can be loaded afterwards.
 MODULES = (
-    "bisect collections collections.abc copy datetime functools heapq itertools json math operator random re "
-    "statistics string textwrap time"
-).split()
-for name in MODULES:
-    __import__(name)
-
-# The functions of these modules are deleted wherever a loaded module holds them, except for those behind them.
-HARMFUL = {
+    "bisect collections collections.abc copy datetime functools heapq itertools json math operator random re string"
+)
+MODULES = [*MODULES.split(), "ast", "textwrap", "time"]
+os.register_at_fork = lambda **hooks: None  # with which random would draw a new seed in every child
+for module in MODULES:
+    __import__(module)
+sys.modules["random"].seed(0)
+# The functions of these modules are deleted wherever a loaded module holds them, except for the harmless ones named.
+REACHING = {
     "posix": "fspath",
-    "_io": "",
     "io": "",
+    "_io": "",
     "_thread": "allocate_lock get_ident",
-    "_signal": "",
+    "_signal": "default_int_handler",
     "_socket": "",
     "_imp": "acquire_lock release_lock lock_held",
-    "sys": "excepthook exc_info exit getrecursionlimit getsizeof intern",
+    "sys": "exc_info excepthook exit getrecursionlimit getsizeof intern",
     "gc": "",
     "marshal": "",
     "resource": "",
     "_locale": "",
 }
-# Audit events of ordinary code. All others are refused: https://docs.python.org/3/library/audit_events.html
-ORDINARY = frozenset(["compile", "exec", "builtins.id", "time.sleep", "sys.unraisablehook"])
-NOBODY = 65534  # the user "nobody"
-MAX_CALL = 50_000  # characters of a call's arguments
+# Audit events of ordinary code, see https://docs.python.org/3/library/audit_events.html
+ORDINARY = frozenset(["compile", "exec", "builtins.id", "sys.unraisablehook", "resource.setrlimit"])
+NOBODY = 65534  # the user and the group of that name, also where they have no name
+MAX_LINE = 100_000  # bytes of a line to the host, which reads no longer ones
+
+# ------------------------------------------------------------------------------------- 1. the zygote
 
 
-# ------------------------------------------------------------------------------------ 1. the zygote
+def system_calls() -> types.SimpleNamespace:
+    """What `zygote` needs of that which reaches the system, for it to hold while the modules forget the rest."""
+    names = "fork kill waitpid _exit write getpid getuid chroot dup2 close closerange setgroups setgid setuid setrlimit"
+    known = vars(posix) | vars(resource)
+    limits = [name for name in known if name.startswith("RLIMIT_")]
+    return types.SimpleNamespace(**{name: known[name] for name in [*names.split(), "WNOHANG", *limits]})
 
 
-def zygote(control: int, memory: int, seconds: int) -> None:
-    """Serves "fork" (which comes with a descriptor) and "kill PID" until the host is gone. Returns in children only.
+def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int, cpu_seconds: int) -> None:
+    """Obeys the host: "fork", which comes with a descriptor, and "kill PID". Returns in children only.
 
-    What could do harm is held by this frame alone, and in a child the frame is gone. `memory` in bytes and `seconds`
-    of CPU time bound each child.
+    `system` is held by this frame and by no other, and a child leaves it; `kept` are the functions that a child needs.
+    `memory` in bytes and `cpu_seconds` bound each child.
     """
-    fork, kill, waitpid, leave = posix.fork, posix.kill, posix.waitpid, posix._exit
-    dup2, closerange, setrlimit = posix.dup2, posix.closerange, resource.setrlimit
-    setgroups, setgid, setuid, root = posix.setgroups, posix.setgid, posix.setuid, posix.getuid() == 0
-    limits = {
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,  # no process and no thread, however many others the user has
-        resource.RLIMIT_NOFILE: 1,  # descriptor 0 is the line to the host: nothing else can be opened
-    }
     line = _socket.socket(fileno=control)
-    if root:
-        posix.chroot(".")  # the empty folder in which the host has started us
-    gc_freeze = gc.freeze
-    forget()
-    gc_freeze()  # the collector would write to every page, and children share them
-    children, dying = set(), set()
+    if system.getuid() == 0:
+        system.chroot(".")  # the host has started us in an empty folder
+    forget(system, kept)
+    alive, dying, heard = set(), set(), b""
     line.sendall(b"ready\n")
     while True:
-        message, ancillary, _, _ = line.recvmsg(64, 64)
-        if not message:
-            break
-        dying -= {pid for pid in dying if waitpid(pid, 1)[0]}
-        if message.startswith(b"kill "):
-            pid = int(message[5:])
-            # A process that has ended keeps its number until waitpid: the signal cannot hit another one.
-            if pid in children:
-                kill(pid, 9)
-                children.remove(pid)
-                dying.add(pid)
-            line.sendall(b"killed\n")
-            continue
-        theirs = int.from_bytes(ancillary[0][2], sys.byteorder)
-        pid = fork()
-        if pid == 0:
-            line.detach()
-            dup2(theirs, 0)
-            closerange(1, 4096)
-            if root:
-                setgroups([])
-                setgid(NOBODY)
-                setuid(NOBODY)
-            for which, limit in limits.items():
-                setrlimit(which, (limit, limit))
-            return
-        closerange(theirs, theirs + 1)
-        children.add(pid)
-        line.sendall(b"%d\n" % pid)
-    for pid in children:
-        kill(pid, 9)
-    leave(0)
+        data, ancillary, _, _ = line.recvmsg(4096, 64)  # never more than one descriptor comes with the data
+        *commands, heard = (heard + data).split(b"\n")
+        for command in commands:
+            if command == b"fork":
+                theirs = int.from_bytes(ancillary[0][2], sys.byteorder)
+                pid = system.fork()
+                if pid == 0:
+                    line.detach()
+                    confine(system, theirs, memory, cpu_seconds)
+                    system.write(0, b'{"pid": %d}\n' % system.getpid())
+                    return
+                system.close(theirs)
+                alive.add(pid)
+            else:
+                # A process that has ended keeps its number until waitpid: the signal cannot hit a stranger.
+                pid = int(command.removeprefix(b"kill "))
+                if pid in alive:
+                    system.kill(pid, 9)
+                    alive.remove(pid)
+                    dying.add(pid)
+        dying = {pid for pid in dying if not system.waitpid(pid, system.WNOHANG)[0]}
+        if not data:  # the host is gone
+            for pid in alive:
+                system.kill(pid, 9)
+            system._exit(0)
 
 
-def forget() -> None:
-    """Deletes the harmful functions from all modules, and the modules that agents may not import from sys.modules."""
-    for module in list(sys.modules.values()):
-        for name, value in list(vars(module).items()):
-            owner = value.__module__ if isinstance(value, types.BuiltinFunctionType) else None
-            if owner in HARMFUL and name not in HARMFUL[owner].split():
-                delattr(module, name)
-    del builtins.input, builtins.breakpoint  # open has gone with io
+def confine(system: types.SimpleNamespace, line: int, memory: int, cpu_seconds: int) -> None:
+    """Gives up, for good, all that this process can do without. `line` becomes descriptor 0."""
+    system.dup2(line, 0)
+    system.closerange(1, 4096)
+    if system.getuid() == 0:
+        system.setgroups([])
+        system.setgid(NOBODY)
+        system.setuid(NOBODY)
+    limits = {
+        system.RLIMIT_AS: memory,
+        system.RLIMIT_CPU: cpu_seconds,
+        system.RLIMIT_FSIZE: 0,
+        system.RLIMIT_CORE: 0,
+        system.RLIMIT_NPROC: 0,  # no process and no thread, however many others this user has
+        system.RLIMIT_NOFILE: 1,  # with descriptor 0 in use nothing can be opened: no file, no socket, no pipe
+    }
+    for which, limit in limits.items():
+        system.setrlimit(which, (limit, limit))
+
+
+def reaches_out(thing) -> bool:
+    """Whether it is a function that agents must not have."""
+    owner = thing.__module__ if isinstance(thing, types.BuiltinFunctionType) else None
+    return owner in REACHING and thing.__name__ not in REACHING[owner].split()
+
+
+def forget(system: types.SimpleNamespace, kept: list) -> None:
+    """Deletes what reaches the system from all modules, and all modules but MODULES from what `import` finds.
+
+    Raises RuntimeError if anything but `system` and `kept` still holds such a function afterwards.
+    """
+    get_objects, get_referrers, freeze = gc.get_objects, gc.get_referrers, gc.freeze
+    del builtins.input, builtins.breakpoint  # builtins.open is io.open and goes with it
+    time.sleep = lambda seconds: None  # what is limited is the time of the CPU
     for name in set(sys.modules) - {*MODULES, "builtins", "sys"}:
         del sys.modules[name]
+    sys.argv.clear()
+    sys.path.clear()
+
+    mine = [value for value in vars(system).values() if reaches_out(value)] + kept
+    functions = [thing for thing in get_objects() if reaches_out(thing)]
+    for holder in get_referrers(*functions):  # the dicts of modules, the interpreter's copies of them, sets in os
+        if type(holder) is dict and holder is not vars(system):
+            for name in [name for name, value in holder.items() if reaches_out(value)]:
+                del holder[name]
+        elif type(holder) is set:
+            holder.difference_update(functions)
+    del functions
+    numbers = {id(value) for value in [*mine, get_objects, get_referrers, freeze]}
+    if others := [thing for thing in get_objects() if reaches_out(thing) and id(thing) not in numbers]:
+        raise RuntimeError(f"not forgotten: {others}")
+    strangers = [holder for holder in get_referrers(*mine) if holder not in (vars(system), kept, mine)]
+    if strangers:
+        raise RuntimeError(f"not forgotten by: {[(type(x), x) for x in strangers]}")
+    freeze()  # the collector would write to every page, and the children share them
 
 
-def refuse(event, args, ordinary=ORDINARY, modules=", ".join(MODULES), denied=PermissionError, absent=ImportError):
-    """The audit hook. All it needs is in its arguments, where agents' code cannot reach it."""
+def refuse(event, args, ordinary=ORDINARY, denied=PermissionError, absent=ImportError):
+    """The audit hook. All it needs is in its arguments, out of reach: its globals can be changed by the agent."""
     if event not in ordinary:
         if event == "import":
-            raise absent(f"no module {args[0]!r} here; there are {modules}")
+            raise absent(f"there is no module {args[0]} here")
         raise denied(f"{event} is not allowed here")
 
 
-# ------------------------------------------------------------------------------------ 2. the child
+# -------------------------------------------------------------------------------------- 2. the child
 
 
 class ApiError(Exception):
@@ -142,12 +186,14 @@ class ApiError(Exception):
 
 
 class Names:
-    """`apis` and all that hangs on it: attributes make the name of a call, and calling it asks the host."""
+    """`apis` and all that hangs on it: attributes make up the name of a call, and calling it asks the host."""
 
     def __init__(self, ask, name: str = ""):
         self._ask, self._name = ask, name
 
     def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
         return Names(self._ask, f"{self._name}.{name}" if self._name else name)
 
     def __call__(self, *args, **kwargs):
@@ -160,104 +206,111 @@ class Names:
 
 
 class Output:
-    """Where `print` writes to. What goes beyond the limit is lost."""
+    """What `print` writes to. What goes beyond the limit is lost."""
 
     def __init__(self, limit: int):
         self.parts, self.left = [], limit
 
     def write(self, text: str) -> int:
-        part = text[: self.left]
-        self.parts.append(part)
-        self.left -= len(part)
+        if self.left > 0:
+            self.parts.append(text[: self.left])
+            self.left -= len(text)
         return len(text)
 
     def flush(self) -> None:
         """Nothing is held back."""
 
 
-def serve(read, write, set_timer, set_handler, seconds: float, max_output: int) -> None:
-    """The life of a child: reads turns and runs them until the host is gone."""
-    buffer, state = bytearray(), {"asking": False}
-    loads, dumps = json.loads, json.dumps
+def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seconds: float, max_output: int) -> None:
+    """The life of a child: reads a turn, runs it, answers, until the host is gone."""
+    received, asking = bytearray(), []
 
-    def receive() -> dict:
-        while (end := buffer.find(b"\n")) < 0:
+    def receive(loads=json.loads) -> dict:
+        while (end := received.find(b"\n")) < 0:
             data = read(0, 65536)
             if not data:
-                raise SystemExit
-            buffer.extend(data)
-        line = buffer[:end]
-        del buffer[: end + 1]
+                raise EOFError
+            received.extend(data)
+        line = received[:end]
+        del received[: end + 1]
         return loads(line)
 
-    def send(message: dict) -> None:
-        data = dumps(message).encode("ascii") + b"\n"
+    def send(message: dict, dumps=json.dumps) -> None:
+        data = dumps(message, allow_nan=False).encode("ascii") + b"\n"
+        if len(data) > MAX_LINE:
+            raise ApiError("too much text")
         while data:
             data = data[write(0, data) :]
 
     def ask(name: str, kwargs: dict):
-        if len(dumps(kwargs)) > MAX_CALL:
-            raise ApiError(f"{name}: too much text")
-        state["asking"] = True
+        asking.append(name)
         try:
             send({"call": name, "kwargs": kwargs})
             reply = receive()
         finally:
-            state["asking"] = False
+            asking.clear()
         if "error" in reply:
             raise ApiError(reply["error"])
         return reply["result"]
 
-    def on_alarm(*_):
-        # Not between a question and its answer, which would then be taken for that of the next. The alarm comes again.
-        if not state["asking"]:
+    def alarm(*_):
+        # Not between a question and its answer, which the next question would take for its own. It rings again.
+        if not asking:
             raise TimeoutError(f"the code ran for more than {seconds:g} s")
 
-    set_handler(_signal.SIGALRM, on_alarm)
-    variables = {"__name__": "__main__", "__builtins__": builtins, "apis": Names(ask)}
+    set_handler(_signal.SIGPROF, alarm)
+    variables = {"__name__": "__main__"}
+    apis, execute, new_output = Names(ask), run, Output  # agents can reach the module's
     while True:
-        message = receive()
-        output = sys.stdout = sys.stderr = Output(max_output)
-        try:
-            set_timer(0, seconds, 0.1)
-            try:
-                run(message["run"], variables, output)
-            finally:
-                set_timer(0, 0)
-        except BaseException as error:
-            output.write(describe(error))
+        while "run" not in (message := receive()):
+            """The answer to a call that the code has made behind our back."""
+        variables["apis"] = apis  # whatever the last turn has made of it
+        output = sys.stdout = sys.stderr = new_output(max_output)
+        # Two clocks of CPU time: an alarm, which leaves the variables as they are, and for code that swallows it or
+        # that does not come back to Python the kernel, which ends the process.
+        set_limit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, cpu_seconds))
+        set_timer(_signal.ITIMER_PROF, seconds, 0.1)
+        execute(message["run"], variables, output)
+        set_timer(_signal.ITIMER_PROF, 0)
         send({"done": message["turn"], "output": "".join(output.parts)})
 
 
 def run(code: str, variables: dict, output: Output) -> None:
-    """Runs the code; the value of a last line that is an expression is shown, as in a notebook."""
-    tree = ast.parse(code, "<code>")
-    last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    if tree.body:
-        exec(compile(tree, "<code>", "exec"), variables)
-    if last:
-        value = eval(compile(last, "<code>", "eval"), variables)
-        if value is not None:
-            output.write(repr(value))
+    """Runs the code. The value of a last line that is an expression is shown, as in a notebook; an error in one line.
 
-
-def describe(error: BaseException) -> str:
-    """One line about an error of the agent's code, which may have been made to go wrong when it is looked at."""
+    An error whose own text goes wrong is raised, and ends the child.
+    """
     try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:
-        return "Error"
+        tree = compile(code, "<code>", "exec", PARSE)
+        last = Expression(tree.body.pop().value) if tree.body and type(tree.body[-1]) is Expr else None
+        if tree.body:
+            exec(compile(tree, "<code>", "exec"), variables)
+        if last:
+            value = eval(compile(last, "<code>", "eval"), variables)
+            if value is not None:
+                output.write(repr(value))
+    except BaseException as error:
+        where, trace = None, error.__traceback__
+        while trace := trace.tb_next:
+            where = where or trace.tb_lineno  # the first line below this function is one of the agent's
+        line = f" (line {where})" if where and "\n" in code else ""
+        output.write(f"{type(error).__name__}: {error}{line}")
 
 
 def main() -> None:
-    # Names of this function, as those of the module are forgotten with the rest.
-    read, write, set_timer, set_handler = posix.read, posix.write, _signal.setitimer, _signal.signal
-    add_hook = sys.addaudithook
-    warnings.simplefilter("ignore")
     control, memory, cpu_seconds, seconds, max_output = sys.argv[1:]
-    zygote(int(control), int(memory), int(cpu_seconds))
+    warnings.simplefilter("ignore")
+    # What a child needs to the end. Agents' code that gets hold of these can talk to the host, which it may, and can
+    # stop its own clocks, which leaves the host's.
+    kept = [posix.read, posix.write, _signal.setitimer, _signal.signal, resource.setrlimit, posix._exit]
+    kept.append(sys.addaudithook)
+    zygote(system_calls(), kept, int(control), int(memory), int(cpu_seconds))
+    *calls, leave, add_hook = kept
     add_hook(refuse)
-    serve(read, write, set_timer, set_handler, float(seconds), int(max_output))
+    try:
+        serve(*calls, int(cpu_seconds), float(seconds), int(max_output))
+    finally:
+        leave(0)  # at once: to take an interpreter down costs more than to start a child
 
 
 if __name__ == "__main__":

@@ -1,0 +1,591 @@
+"""envs/sandbox.py: what hostile code tries, one attack after the other. Each is held, and the next turn works."""
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from envs import sandbox as module
+from envs import sandbox_child
+from envs.sandbox import Finished, Refused, Sandbox
+
+ENVS = Path(__file__).parent.parent / "envs"
+SECRET = "rosebud"  # in this process's environment, in a file, and in the objects that answer calls
+
+# Every class there is, by its name: how code without imports reaches for the system.
+CLASSES = """
+seen, todo = set(), [object]
+while todo:
+    for c in type.__subclasses__(todo.pop()):
+        if c not in seen:
+            seen.add(c)
+            todo.append(c)
+C = {c.__name__: c for c in seen}
+"""
+# The functions that the stubs use to talk to the host: the way to forge lines.
+LINE = """
+cell = lambda f, name: [c.cell_contents for c in f.__closure__ if getattr(c.cell_contents, '__name__', '') == name][0]
+send, receive = cell(apis._ask, 'send'), cell(apis._ask, 'receive')
+write, read = cell(send, 'write'), cell(receive, 'read')
+"""
+STOPPED = r"^Stopped: .* Python starts anew, all variables are gone\.$"
+REFUSED = r"PermissionError: .* is not allowed here"
+GONE = r"(Attribute|Name|Key|Import)Error"
+
+# name: (code, what the agent reads). FILE is a file with the secret, FOLDER where it lies, PID this process.
+ATTACKS = {
+    # ------------------------------------------------------------------------------------------ files
+    "open": ("open('FILE').read()", GONE),
+    "import os": ("import os\nos.listdir('/')", "ImportError: there is no module os here"),
+    "import pathlib": ("from pathlib import Path\nPath('FILE').read_text()", GONE),
+    "import io": ("import io\nio.open('FILE')", GONE),
+    "FileIO": (CLASSES + "C['FileIO']('FILE').read()", REFUSED),
+    "FileIO to write": (CLASSES + "C['FileIO']('FOLDER/new', 'w').write(b'x')", REFUSED),
+    "FileIO on the line": (CLASSES + "C['FileIO'](0).read()", REFUSED),
+    "codecs.open": ("import json\njson.codecs.open('FILE')", GONE),
+    "a loader of source": (CLASSES + "C['SourceFileLoader']('x', 'FILE').get_data('FILE')", GONE),
+    "a loader of archives": (CLASSES + "C['zipimporter']('FILE')", GONE),
+    "os behind random": ("import random\nrandom._os.listdir('/')", GONE),
+    "os behind a class": (CLASSES + "C['_wrap_close'].__init__.__globals__['system']('id')", GONE),
+    "posix behind the stubs": ("apis._ask.__globals__['posix'].stat('/')", GONE),
+    "posix anew": (CLASSES + "C['BuiltinImporter'].load_module('posix')", GONE),
+    "posix by its spec": (
+        CLASSES + "C['BuiltinImporter'].create_module(C['ModuleSpec']('posix', C['BuiltinImporter']))",
+        GONE + "|ImportError",
+    ),
+    "the project": ("from envs.apps import make_task", "ImportError: there is no module envs"),
+    "the tests of the task": ("import sys\nsys.path.append('FOLDER')\nimport test_apps", GONE),
+    # ---------------------------------------------------------------------- sockets, processes, threads
+    "import socket": ("import socket", GONE),
+    "a socket's class": (CLASSES + "C['socket']()", REFUSED),
+    "the line as a socket": (CLASSES + "C['socket'](fileno=0)", REFUSED),
+    "import urllib": ("import urllib.request", GONE),
+    "import subprocess": ("import subprocess", GONE),
+    "import ctypes": ("import ctypes", GONE),
+    "import multiprocessing": ("import multiprocessing", GONE),
+    "import threading": ("import threading", GONE),
+    "a library": (CLASSES + "C['ExtensionFileLoader']('x', '/x.so').create_module(C['ModuleSpec']('x', None))", GONE),
+    "fork": ("apis._ask.__globals__['posix'].fork()", GONE),
+    "kill": ("apis._ask.__globals__['posix'].kill(PID, 9)", GONE),
+    "signals": ("apis._ask.__globals__['_signal'].signal(27, None)", GONE),
+    # ------------------------------------------------------------------------ frames, code, interpreter
+    "frame of a traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e\nx.__traceback__.tb_frame", REFUSED),
+    "frame of a generator": ("(x for x in [1]).gi_frame", REFUSED),
+    "frame of a coroutine": ("async def f(): pass\nf().cr_frame", REFUSED),
+    "sys._getframe": ("import sys\nsys._getframe(1)", GONE),
+    "sys._current_frames": ("import sys\nsys._current_frames()", GONE),
+    "sys.settrace": ("import sys\nsys.settrace(print)", GONE),
+    "the collector": ("import gc\ngc.get_objects()", GONE),
+    "the collector behind the stubs": ("apis._ask.__globals__['gc'].get_objects()", GONE),
+    "code of a function": ("(lambda: 1).__code__.replace(co_code=b'')", REFUSED),
+    "code anew": ("CodeType = type(compile('1', '', 'eval'))\nCodeType.replace(compile('1', '', 'eval'))", REFUSED),
+    "function anew": ("type(lambda: 1)(compile('1', '', 'exec'), {})", REFUSED),
+    "bytes to code": ("import marshal", GONE),
+    "another audit hook": ("import sys\nsys.addaudithook(print)", GONE),
+    "the audit hook's words": (
+        "apis._ask.__globals__.update(ORDINARY={'open'}, refuse=print)\n" + CLASSES + "C['FileIO']('FILE')",
+        REFUSED,
+    ),
+    "builtins without errors": (
+        "import builtins\nbuiltins.PermissionError = int\n" + CLASSES + "C['FileIO']('FILE').read()", REFUSED
+    ),
+    "the environment": (CLASSES + "dict(C['_wrap_close'].__init__.__globals__['environ'])", "PYTHONHASHSEED|Error"),
+    # ---------------------------------------------------------------------------------- the host's data
+    "fields of the stubs": ("vars(apis), vars(apis.supervisor), dir(apis._ask)", "_ask"),
+    "the expected answer": ("apis.supervisor.expected_answer()", "ApiError: there is no supervisor.expected_answer"),
+    "the host's objects": ("apis.__class__.__init__.__globals__['__builtins__']", "."),
+    "SQL in a name": ("getattr(apis, 'keep; drop table mail')()", "ApiError: there is no keep; drop table mail"),
+    "a call by an odd name": ("getattr(apis, '')()", "ApiError"),
+    "too much to say": ("apis.keep(value='x' * 10**6)", "ApiError: too much text"),
+    "a number without end": ("apis.keep(value=1 << 20000)", "ValueError"),
+    "a list without bottom": ("x = []\nfor i in range(10**5): x = [x]\napis.keep(value=x)", "RecursionError"),
+    "a list in itself": ("x = []\nx.append(x)\napis.keep(value=x)", "ValueError: Circular"),
+    # -------------------------------------------------------------------------------------- forged lines
+    "a line that is no JSON": (LINE + "write(0, b'hello\\n')", STOPPED),
+    "a line that is no object": (LINE + "write(0, b'[1]\\n')", STOPPED),
+    "a line that is no call": (LINE + "write(0, b'{\"result\": 1}\\n')", STOPPED),
+    "a line without end": (LINE + "while True: write(0, b'x' * 50000)", STOPPED),
+    "a line of brackets": (LINE + "write(0, b'[' * 90000 + b'\\n')", STOPPED),
+    "bytes": (LINE + "write(0, b'\\xff\\x00\\n')", STOPPED),
+    "an early end": (LINE + "write(0, b'{\"done\": 1, \"output\": \"won\"}\\n')", "won|" + STOPPED),
+    "many ends": (LINE + "for n in range(99): send({'done': n, 'output': 'won'})", "won|" + STOPPED),
+    "an end of the wrong type": (LINE + "write(0, b'{\"done\": [], \"output\": {}}\\n')", STOPPED),
+    "a call of the wrong type": (LINE + "send({'call': ['keep'], 'kwargs': 3})", STOPPED),
+    "a call with more in it": (LINE + "send({'call': 'add', 'kwargs': {}, 'result': 7})", STOPPED),
+    "a forged call": (LINE + "send({'call': 'add', 'kwargs': {'a': 1, 'b': 1}})\nreceive()", "{'result': 2}"),
+    "calls without listening": (LINE + "while True: send({'call': 'long', 'kwargs': {}})", STOPPED),
+    "listening to nothing": (LINE + "read(0, 1)", STOPPED),
+    # ------------------------------------------------------------------------------------ time and memory
+    "a loop": ("while True: pass", "TimeoutError: the code ran for more than 0.2 s"),
+    "a loop that swallows the alarm": (
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass", "Timeout|" + STOPPED
+    ),
+    "a loop of calls": ("while True:\n    try: apis.keep(value=1)\n    except BaseException: pass", STOPPED),
+    "sleep": ("import time\ntime.sleep(1000)\n'awake'", "awake"),
+    "sleep of another kind": (CLASSES + "C['SimpleQueue']().get() if 'SimpleQueue' in C else {}['x']", "."),
+    "a number": ("10 ** 10 ** 9", "TimeoutError|" + STOPPED),
+    "a sum": ("sum(range(10 ** 12))", "TimeoutError|" + STOPPED),
+    "a pattern": ("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", "TimeoutError|" + STOPPED),
+    "a string": ("'x' * 10 ** 11", "MemoryError"),
+    "a list": ("x = []\nwhile True: x.append('x' * 10 ** 6)", "MemoryError|Timeout"),
+    "recursion": ("def f(): f()\nf()", "RecursionError"),
+    "recursion without a limit": ("import sys\nsys.setrecursionlimit(10 ** 9)", GONE),
+    "brackets": ("eval('(' * 1000 + ')' * 1000)", "SyntaxError|MemoryError|" + STOPPED),
+    "minus": ("eval('-' * 100000 + '1')", "RecursionError|MemoryError|" + STOPPED),
+    "a deep list shown": ("x = []\nfor i in range(10 ** 5): x = [x]\nx", "RecursionError|" + STOPPED),
+    "a deep list deleted": ("x = []\nfor i in range(10 ** 6): x = [x]\ndel x\n'gone'", "gone|Error|" + STOPPED),
+    # ---------------------------------------------------------------------------------------- the output
+    "output without end": ("while True: print('x' * 1000)", "xxxx"),
+    "one long line": ("print('x' * 10 ** 7)", "xxxx"),
+    "a surrogate": ("print('\\ud800')", r"\?"),
+    "the output's own parts": ("import sys\nsys.stdout.parts = 5", STOPPED),
+    "output that is no text": ("import sys\nsys.stdout.parts.append(b'x')", STOPPED),
+    "no output": ("import sys\nsys.stdout = None", "^$"),
+    "the first output": ("import sys\nsys.__stdout__.write('x')\nsys.__stdout__.flush()", "."),
+    "a text that lies": (
+        "class S(str):\n    def __getitem__(self, i): return 3\nimport sys\nsys.stdout.write(S('x'))", "1|" + STOPPED
+    ),
+    "an error whose text is an error": ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E", STOPPED),
+    "an error whose text leaves": ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", STOPPED),
+    "an error whose text has no end": (
+        "class E(BaseException):\n    def __str__(self):\n        while True: pass\nraise E", STOPPED
+    ),
+    "an error without a name": (
+        "class M(type):\n    __name__ = property(lambda s: 1 / 0)\nclass E(Exception, metaclass=M): pass\nraise E", "."
+    ),
+    "a value that cannot be shown": ("class A:\n    def __repr__(self): return 5\nA()", "TypeError"),
+    # ---------------------------------------------------------------------------------- leaving, spoiling
+    "sys.exit": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "GeneratorExit": ("raise GeneratorExit", "GeneratorExit"),
+    "builtins spoilt": ("import builtins\nbuiltins.len = builtins.isinstance = builtins.type = None", "."),
+    "builtins emptied": ("import builtins\nvars(builtins).clear()", STOPPED),
+    "modules spoilt": ("import json, ast\njson.dumps = json.loads = ast.parse = None", "^$"),
+    "modules emptied": ("import sys\nsys.modules.clear()", "^$"),
+    "the runner spoilt": ("apis._ask.__globals__['run'] = None", "^$"),
+    "apis deleted": ("del apis", "^$"),
+    "apis replaced": ("apis = None", "^$"),
+    "the stubs spoilt": ("apis.__class__.__call__ = None\napis.__class__.__getattr__ = None", "^$"),
+    "a last will": ("class A:\n    def __del__(self):\n        while True: pass\na = A()\ndel a", "TimeoutError|^$"),
+    "an unclosed bracket": ("print((1", "SyntaxError"),
+    "a null byte": ("print(1)\x00", "ValueError|SyntaxError"),
+    "a surrogate in the code": ("'\ud800'", "Unicode|ud800"),
+    "nothing": ("", "^$"),
+}  # fmt: skip
+
+
+class Host:
+    """What answers the calls of the tests."""
+
+    def __init__(self):
+        self.kept, self.secret = [], SECRET
+
+    def answer(self, name: str, kwargs: dict):
+        if name == "add" and kwargs.keys() == {"a", "b"}:
+            return kwargs["a"] + kwargs["b"]
+        if name == "keep":
+            self.kept.append(kwargs.get("value"))
+            return None
+        if name == "long":
+            return "x" * 10_000
+        if name == "end":
+            raise Finished
+        raise Refused(f"there is no {name}")
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+@pytest.fixture
+def box(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 3.0)
+    with Sandbox(seconds=0.2, max_output=2000) as sandbox:
+        yield sandbox
+
+
+def test_the_list_is_long_enough():
+    assert len(ATTACKS) >= 40
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_held_and_the_next_turn_works(name, box, host, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    (tmp_path / "secret.txt").write_text(SECRET)
+    tmp_path.chmod(0o755)
+    box.run("kept_from_before = 1", host.answer)
+    code, expected = ATTACKS[name]
+    for word, value in {"FILE": tmp_path / "secret.txt", "FOLDER": tmp_path, "PID": os.getpid()}.items():
+        code = code.replace(word, str(value))
+    output = box.run(code, host.answer)
+    assert re.search(expected, output), output
+    assert SECRET not in output and len(output) <= 2000
+    assert [path.name for path in tmp_path.iterdir()] == ["secret.txt"]
+    assert host.secret == SECRET and len(host.kept) <= module.MAX_CALLS + 1
+    assert box.run("3 + 4", host.answer) == "7", output
+
+
+# --------------------------------------------------------------------------------- ordinary code
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("1 + 1", "2"),
+        ("x = 3", ""),
+        ("x = 3\nx", "3"),
+        ("'a'", "'a'"),
+        ("None", ""),
+        ("print('a', 1)", "a 1\n"),
+        ("print('a')\n'b'", "a\n'b'"),
+        ("for i in range(3):\n    print(i, end=' ')", "0 1 2 "),
+        ("def f(x):\n    return x * 2\nf(4)", "8"),
+        ("[x for x in range(3)]", "[0, 1, 2]"),
+        ("import re, json\nre.findall('[a-z]', json.dumps({'a': 1}))", "['a']"),
+        ("from collections import Counter\nCounter('aab')", "Counter({'a': 2, 'b': 1})"),
+        ("import datetime\ndatetime.date(2026, 1, 31) + datetime.timedelta(days=1)", "datetime.date(2026, 2, 1)"),
+        ("import random\nrandom.random()", "0.8444218515250481"),
+        ("lambda: 3", "<function <lambda>>"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = 1\ny = unknown", "NameError: name 'unknown' is not defined (line 2)"),
+        ("x = = 1", "SyntaxError: invalid syntax (<code>, line 1)"),
+        ("apis.add(a=1, b=2)", "3"),
+        ("apis.add(1, 2)", "TypeError: add takes keyword arguments only"),
+        ("apis.nothing.here()", "ApiError: there is no nothing.here"),
+        ("try:\n    apis.nothing()\nexcept Exception as e:\n    print(e)", "there is no nothing\n"),
+        ("apis.mail, apis", "(apis.mail, apis)"),
+    ],
+)
+def test_what_code_prints(code, output, box, host):
+    assert box.run(code, host.answer) == output
+
+
+PLAIN = [
+    "apis.add(a=1, b=2)", "apis.add(a=1,b=-20)", "apis.keep(value='a b, c=1')", "apis.keep()", "apis.keep(value=None)",
+    "apis.long()", "apis.nothing.here(x='ä')", "apis.end()", "apis.add(a='x', b='y')", "apis.add(a=0, b=1234567890123)",
+]  # fmt: skip
+NOT_PLAIN = [
+    "apis.add(a=1, a=2)", "apis.add(a=1b=2)", "apis.add(a=1, b=2,)", "apis.add(a=01, b=2)", "apis.add(a=1 b=2)",
+    "apis.add(class=1)", "apis.class.x()", "apis.None()", "apis.keep(value='\\x41')", "apis.keep(value='a\nb')",
+    "apis.keep(value='a' 'b')", "apis.keep(value='it''s')", "apis.keep(value=x)", "apis.keep(value=[1])", "apis()",
+    "apis.keep(value='\x00')", "apis.keep(value='\ud800')", "apis._ask()", "x = apis.add(a=1, b=2)", "apis.add(a=1", "",
+    "apis.keep(value='\r')", "apis.keep (value=1)", "apis.add(1, 2)", "apis.keep(value=1)\n", "apis.keep(**{'a': 1})",
+]  # fmt: skip
+
+
+def test_a_plain_call_needs_no_process_and_makes_no_difference(monkeypatch):
+    results = []
+    for plain_call in (module.plain_call, lambda code: None):
+        monkeypatch.setattr(module, "plain_call", plain_call)
+        host = Host()
+        for code in [*PLAIN, *NOT_PLAIN, *random_programs(200, 5)]:
+            host.kept.append(code)
+            with Sandbox(seconds=0.05) as box:
+                host.kept.append(box.run(code, host.answer))
+        results.append(host.kept)
+    assert results[0] == results[1]
+
+
+def test_which_code_is_a_plain_call():
+    assert [code for code in PLAIN if module.plain_call(code) is None] == []
+    assert [code for code in NOT_PLAIN if module.plain_call(code) is not None] == []
+
+
+def test_sets_have_the_same_order_every_time(box, host):
+    """In the order of hashes, which a Python without a seed draws anew."""
+    code = "print({'a', 'b', 'c', 'd', 'e'})"
+    outputs = {box.run(code, host.answer)}
+    box.zygote.close()
+    box.close()
+    assert outputs == {box.run(code, host.answer)}
+
+
+def test_variables_stay_until_the_end(box, host):
+    box.run("import math\ndef area(r): return round(math.pi * r * r, 2)", host.answer)
+    assert box.run("area(2)", host.answer) == "12.57"
+    box.run("while True: pass", host.answer)
+    assert box.run("area(2)", host.answer) == "12.57", "an alarm leaves the variables as they are"
+    box.close()
+    assert box.run("area(2)", host.answer) == "NameError: name 'area' is not defined"
+
+
+def test_nothing_is_executed_after_the_last_call(box, host):
+    box.run("x = 1", host.answer)
+    assert box.run("print('before')\napis.end()\napis.keep(value=1)", host.answer) == ""
+    assert host.kept == [] and box.line is None
+    assert box.run("x", host.answer) == "NameError: name 'x' is not defined"
+
+
+def test_output_is_cut(box, host):
+    assert box.run("print('x' * 5000)", host.answer) == "x" * 2000
+
+
+# ------------------------------------------------------------------------------- the walls one by one
+
+
+def probe(code: str) -> dict:
+    """What `code` puts into `found`: in a whole Python that nothing but the system confines."""
+    script = f"""
+import json, os, resource, socket, sys, tempfile, threading
+sys.path.insert(0, {str(ENVS)!r})
+import sandbox_child as child
+ours, theirs = socket.socketpair()
+os.chdir(tempfile.mkdtemp())
+if os.fork() == 0:
+    if os.getuid() == 0:
+        os.chroot(".")
+    child.confine(child.system_calls(), theirs.fileno(), 2**28, 5)
+    found = {{}}
+    def attempt(name, f, *args):
+        try:
+            found[name] = repr(f(*args))
+        except BaseException as error:
+            found[name] = type(error).__name__ + " " + str(getattr(error, "errno", ""))
+{code}
+    os.write(0, json.dumps(found).encode())
+    os._exit(0)
+theirs.close()
+os.wait()
+os.rmdir(os.getcwd())
+sys.stdout.write(ours.recv(65536).decode())
+"""
+    command = [sys.executable, "-I", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0 and result.stdout, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_system_holds_without_python():
+    """Native code could do what our Python forbids; the system forbids it, too."""
+    found = probe("""
+    attempt("file", os.open, "/proc/self/environ", os.O_RDONLY)
+    attempt("folder", os.listdir, "/")
+    attempt("new file", os.open, "new", os.O_CREAT | os.O_WRONLY)
+    attempt("pipe", os.pipe)
+    attempt("copy", os.dup, 0)
+    attempt("socket", socket.socket)
+    attempt("process", os.fork)
+    attempt("program", os.posix_spawn, "/bin/true", ["true"], {})
+    attempt("limit", resource.setrlimit, resource.RLIMIT_NOFILE, (9, 9))
+    attempt("memory", bytearray, 2**29)
+    attempt("thread", threading.Thread(target=print).start)
+    """)
+    # 24: too many open files; 11: no more processes; 2: no such file, as the root folder is empty
+    assert found.pop("program").split()[-1] in ("2", "11")
+    assert found.pop("new file").split()[-1] in ("2", "24")
+    assert found == {
+        "file": "OSError 24", "folder": "OSError 24", "pipe": "OSError 24", "copy": "OSError 24",
+        "socket": "OSError 24", "process": "BlockingIOError 11", "limit": "ValueError ", "memory": "MemoryError ",
+        "thread": "RuntimeError ",
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become nobody")
+def test_as_root_the_child_is_nobody_in_an_empty_folder():
+    found = probe("""
+    attempt("user", os.getuid)
+    attempt("root again", os.setuid, 0)
+    attempt("file", os.stat, "/etc/passwd")
+    attempt("signal", os.kill, os.getppid(), 0)
+    """)
+    assert found == {
+        "user": "65534", "root again": "PermissionError 1", "file": "PermissionError 13",
+        "signal": "PermissionError 1",
+    }  # fmt: skip
+
+
+SEARCH = """
+names = '__dict__ __globals__ __closure__ __self__ __func__ __class__ __mro__ __bases__ __defaults__ __kwdefaults__'
+names += ' __builtins__ __loader__ __spec__ __wrapped__ __annotations__ cell_contents'
+seen, todo, found = {}, [globals(), apis, *C.values()], set()
+for thing in todo:
+    if id(thing) in seen:
+        continue
+    seen[id(thing)] = thing  # held, so that no other object gets its number
+    kind = type(thing).__name__
+    if kind == 'builtin_function_or_method':
+        found.add(f'{thing.__module__}.{thing.__name__}')
+    if kind in ('dict', 'mappingproxy'):
+        todo += [*thing.values(), *thing.keys()]
+    elif kind in ('list', 'tuple', 'set', 'frozenset') and thing is not todo:
+        todo += thing
+    elif kind not in ('method-wrapper', 'int', 'str'):
+        for name in names.split():
+            try:
+                todo.append(getattr(thing, name))
+            except BaseException:
+                pass
+modules = 'posix io _io _thread _signal _socket _imp sys gc marshal resource _locale'.split()
+print(len(seen), sorted(f for f in found if f.split('.')[0] in modules))
+"""
+
+
+def test_no_function_that_reaches_the_system_can_be_reached(host):
+    """Follows every attribute, item and cell from all that agents' code can name."""
+    with Sandbox(seconds=20, max_output=5000) as box:
+        count, _, names = box.run(CLASSES + SEARCH, host.answer).partition(" ")
+    harmless = {f"{owner}.{name}" for owner, names in sandbox_child.REACHING.items() for name in names.split()}
+    assert int(count) > 10_000
+    found = set(re.findall(r"'([\w.]+)'", names))
+    # read and write: of the line, with which code can do no more than its stubs do
+    assert found - harmless == {"posix.read", "posix.write"}
+
+
+# ---------------------------------------------------------------------------- processes and threads
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def ends(pid: int | str) -> bool:
+    """Whether a process ends within some seconds."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_child_ends_with_its_sandbox(host):
+    box = Sandbox(max_output=123)
+    assert box.line is None, "nothing is started before it is needed"
+    box.run("x = 1", host.answer)
+    assert children_of(box.zygote.process.pid) == [str(box.pid)]
+    box.close()
+    box.close()
+    assert ends(box.pid)
+
+
+def test_a_zygote_that_died_is_replaced(host):
+    box = Sandbox(max_output=124)
+    box.run("x = 1", host.answer)
+    os.kill(box.zygote.process.pid, signal.SIGKILL)
+    assert ends(box.zygote.process.pid)
+    assert box.run("x", host.answer) == "1", "its child goes on"
+    box.close()
+    assert box.run("2", host.answer) == "2"
+    box.close()
+
+
+def test_without_a_child_it_says_so(host, monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "/bin/true")
+    with pytest.raises(OSError, match="does not start"):
+        Sandbox(max_output=125).run("1", host.answer)
+
+
+@pytest.mark.parametrize("end", ["", "os._exit(1)", "os.kill(os.getpid(), 9)", "raise SystemExit"])
+def test_no_child_survives_this_process(end):
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(ENVS.parent)!r})
+from envs.sandbox import Sandbox
+box = Sandbox()
+box.run("x = 1", None)
+print(box.pid, box.zygote.process.pid, flush=True)
+{end}
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    pids = result.stdout.split()
+    assert len(pids) == 2 and all(map(ends, pids)), result.stderr
+
+
+def test_sandboxes_in_threads_do_not_meet():
+    results = {}
+
+    def work(number: int) -> None:
+        with Sandbox() as box:
+            for turn in range(50):
+                box.run(f"x = apis.add(a={number}, b={turn})", Host().answer)
+            results[number] = box.run("x", Host().answer)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: str(number + 49) for number in range(8)}
+
+
+def test_a_fork_of_this_process_has_its_own_zygote(host):
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(ENVS.parent)!r})
+from envs.sandbox import Sandbox
+with Sandbox() as box:
+    print(box.run("1", None), flush=True)
+    if os.fork() == 0:
+        with Sandbox() as other:
+            print(other.run("2", None), other.zygote is box.zygote, flush=True)
+        raise SystemExit
+    os.wait()
+    print(box.run("3", None))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout, result.stderr) == ("1\n2 False\n3\n", "")
+
+
+# ---------------------------------------------------------------------------------- random programs
+
+PIECES = [
+    "1", "x", "'a'", "[]", "{}", "x = ", "for i in range(9):", "while True:", "if x:", "\n", "\n    ", "    ",
+    "def f():", "return x", "f()", "print(x)", "apis.", "apis.add(a=1, b=x)", "apis.keep(value=x)", "apis.long()",
+    "import ", "os", "sys", "json", "import builtins", "builtins.len = x", "x += [x]", "x * 10 ** 9", "lambda: x",
+    "try:", "except:", "pass", "raise E", "del x", "(", ")", "[", "]", ":", ",", "=", "\x00", "\u2028", "\ud800",
+    '"""', "__class__", "().__class__.__base__.__subclasses__()", "apis._ask.__globals__", "*", "**", ";",
+    "apis._ask.__closure__[1].cell_contents(x)", "global x", "yield", "await", "async def f():", "class A:", "@x",
+    "x.append(x)", "sys.stdout = x", "eval('x')", "exec('x = 1')", "vars()", "globals().clear()",
+    "__import__('os')", "open('/')", "input()", "exit()",
+]  # fmt: skip
+
+
+def random_programs(n: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    ends = ["", " ", "\n"]
+    return ["".join(rng.choice(PIECES) + rng.choice(ends) for _ in range(rng.randrange(1, 20))) for _ in range(n)]
+
+
+def run_random_programs(n: int, seed: int, monkeypatch) -> None:
+    """Lets a sandbox run them, a few to a child; this process must come out of it as it went in."""
+    monkeypatch.setattr(module, "PATIENCE", 5.0)
+    host, rng = Host(), random.Random(seed)
+    box = Sandbox(seconds=0.05, max_output=500)
+    box.run("1", host.answer)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    descriptors = len(os.listdir("/proc/self/fd"))
+    ran = 0
+    for program in random_programs(n, seed):
+        output = box.run(program, host.answer)
+        assert len(output) <= 500
+        ran += "SyntaxError" not in output
+        host.kept.clear()
+        if rng.random() < 0.3:
+            box.close()
+    assert ran > n / 10, "some are programs"
+    box.close()
+    assert box.run("3 + 4", host.answer) == "7" and host.secret == SECRET
+    box.close()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 50_000  # KB
+
+
+def test_random_programs(monkeypatch):
+    run_random_programs(500, 0, monkeypatch)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_programs(monkeypatch):
+    run_random_programs(10_000, 1, monkeypatch)
