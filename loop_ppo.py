@@ -22,7 +22,9 @@ Paper: Chen et al. 2025, arXiv:2502.01600
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --variant grpo, loop-rwnorm
   E7  KL(pi || pi_start) ~ exp(d) - d - 1,  d = log pi_start/pi     GRPO       kl_penalty, --variant grpo
 Differs from the paper (docs/loop_ppo.md has the reasons at length):
-  D1  A tiny Llama trained here, on flawed scripted solutions (--model), with learning rates measured on it.
+  D1  A tiny Llama, trained here on flawed scripted solutions (--model), in the place of a 32B model that can code.
+  D2  Its vocabulary has whole words, the same token wherever a word stands, so that copying one is one step.
+From the release: the lower bound 1/(1+eps) (--lower-bound over), gradients clipped to 0.1 (--max-grad-norm).
 """
 
 import copy
@@ -99,9 +101,7 @@ class Args:
     logit_chunk: int = 4096  # tokens whose logits exist at a time
     micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
     clip: float = 0.1  # eps of E2 (release: 0.1)
-    lower_bound: Literal["minus", "over"] = (
-        "minus"  # below which a ratio is clipped: 1-eps (paper), 1/(1+eps) (release)
-    )
+    lower_bound: Literal["minus", "over"] = "minus"  # where w is clipped below: 1-eps (paper), 1/(1+eps) (release)
     min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01)
     kl: float = 0.04  # weight of E7, where the variant has it
     lr: float = 4e-4  # constant (paper: 5e-5, for adapters of a 32B model)
@@ -130,7 +130,7 @@ METRICS = {
     "rollout/length": "turns of a rollout, mean",
     "rollout/tokens": "tokens that the model wrote in a rollout, mean",
     "rollout/truncated": "share of rollouts that the limit of turns or the context cut off",
-    "rollout/entropy": "-log pi of a written token, mean, nats: at temperature 1 the entropy; near 0 it explores no more",
+    "rollout/entropy": "mean -log pi of a written token, nats: the entropy, at temperature 1; near 0 it explores no m",
     "rollout/dropped": "share of rollouts stopped as stragglers; they teach nothing",
     "rollout/broken": "share of rollouts whose world broke; above 0 look after the server",
     "rollout/no_op": "share of rollouts that completed the task at once; rising means that doing nothing pays",
@@ -356,6 +356,7 @@ def make_vocabulary(texts: list[str], size: int):
     A word's token is the same wherever it stands: it begins with a mark, and the one blank between two words is left
     out. All else is written in pieces of words, characters and bytes, so that every text can be.
     """
+    # D2: a blank between two words becomes the second one's mark, and any other word gets one
     tokenizer, special, mark = Tokenizer(models.BPE(byte_fallback=True)), "<|endoftext|>", "\u2581"
     drop, put = (
         normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark),
@@ -533,7 +534,7 @@ def has_enough(played: list[Trajectory], over: set[int], args: Args) -> bool:
 
 
 # ---------------------------------------------------------- 6. updates
-def score(model, trajectories: list[Trajectory], args: Args, entropy: bool = False):
+def score(model, trajectories: list[Trajectory], args: Args):
     """Log-probs of the M sampled tokens of some trajectories, the numbers of their turns and of their trajectories.
 
     Rows are padded behind their end, which no causal model can see. Logits are made at sampled tokens only, a chunk
