@@ -130,7 +130,7 @@ METRICS = {
     "rollout/length": "turns of a rollout, mean",
     "rollout/tokens": "tokens that the model wrote in a rollout, mean",
     "rollout/truncated": "share of rollouts that the limit of turns or the context cut off",
-    "rollout/entropy": "mean -log pi of a written token, nats: the entropy, at temperature 1; near 0 it explores no m",
+    "rollout/entropy": "-log pi of a written token, nats: the entropy at temperature 1; near 0 it explores no more",
     "rollout/dropped": "share of rollouts stopped as stragglers; they teach nothing",
     "rollout/broken": "share of rollouts whose world broke; above 0 look after the server",
     "rollout/no_op": "share of rollouts that completed the task at once; rising means that doing nothing pays",
@@ -449,7 +449,7 @@ def step_world(world, observation: str, action: str) -> tuple[str, dict]:
         after, reward, terminated, truncated, info = world.step(action)
     except envs.WorldBroken as error:
         return observation, {"reply": str(error), "over": True, "fate": "broken"}
-    (reply,) = envs.replies([observation, after], [info["action"]])
+    reply = after.removeprefix(observation + info["action"])
     outcome = {"action": info["action"], "reply": reply, "reward": reward, "terminated": terminated}
     return after, outcome | {"over": terminated or truncated, "success": info.get("episode", {}).get("success", False)}
 

@@ -10,6 +10,7 @@ many; "read again" is the same without a cache kept: each turn begins with a pas
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,12 +110,12 @@ def main(args: Args) -> None:
             tasks = [i // 6 for i in range(48)]
             played = play(model, tasks, 1, 128, 64, 0)
             tokens = sum(len(t.logps) for t in played)
-            rollout = cpu_seconds(lambda: play(model, tasks, 1, 128, 64, 0), args.repeats)
+            rollout = cpu_seconds(partial(play, model, tasks, 1, 128, 64, 0), args.repeats)
             options = loop_ppo.Args(minibatch=24, micro_batch=24, epochs=2, min_advantage=0.0)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
             learned, advantage_N, _ = loop_ppo.advantages_of_groups(played, normalise=False)
             step = (model, optimizer, learned, advantage_N, options)
-            update = cpu_seconds(lambda: loop_ppo.update(*step, np.random.default_rng(0)), args.repeats)
+            update = cpu_seconds(partial(loop_ppo.update, *step, np.random.default_rng(0)), args.repeats)
             size = sum(p.numel() for p in model.parameters()) / 1e6
             print(f"{size:>11.1f}M{vocabulary:>12,}{tokens / rollout:>18,.0f}{tokens / update:>18,.0f}", flush=True)
 
@@ -123,8 +124,8 @@ def main(args: Args) -> None:
     for turns in args.turns:
         tasks = [i // 6 for i in range(12)]
         played = play(model, tasks, turns, 128, 16, 16)
-        kept = cpu_seconds(lambda: play(model, tasks, turns, 128, 16, 16), args.repeats)
-        more = cpu_seconds(lambda: read_again(model, played), args.repeats)
+        kept = cpu_seconds(partial(play, model, tasks, turns, 128, 16, 16), args.repeats)
+        more = cpu_seconds(partial(read_again, model, played), args.repeats)
         print(f"{turns:>8}{kept:>16.2f}{kept + more:>16.2f}{(kept + more) / kept:>8.1f}", flush=True)
 
 
