@@ -3,7 +3,8 @@
     python benchmarks/loop_speed.py            # a table; CPU seconds of this process on one thread, best of --repeats
 
 The work is that of a usual comparison: 8 prompts of 128 tokens, 6 completions of 64 tokens each in one turn, then two
-epochs of two minibatches; tokens are those written. Over many turns, 12 rollouts write 16 tokens a turn and read as
+epochs of two minibatches. Rollouts are counted in tokens written, updates in tokens read, prompts and both epochs
+included. Over many turns, 12 rollouts write 16 tokens a turn and read as
 many; "read again" is the same without a cache kept: each turn begins with a pass over all that was written before.
 """
 
@@ -117,7 +118,8 @@ def main(args: Args) -> None:
             step = (model, optimizer, learned, advantage_N, options)
             update = cpu_seconds(partial(loop_ppo.update, *step, np.random.default_rng(0)), args.repeats)
             size = sum(p.numel() for p in model.parameters()) / 1e6
-            print(f"{size:>11.1f}M{vocabulary:>12,}{tokens / rollout:>18,.0f}{tokens / update:>18,.0f}", flush=True)
+            seen = options.epochs * sum(len(t.ids) for t in learned)
+            print(f"{size:>11.1f}M{vocabulary:>12,}{tokens / rollout:>18,.0f}{seen / update:>18,.0f}", flush=True)
 
     print(f"\n{'turns':>8}{'cache kept, s':>16}{'read again, s':>16}{'ratio':>8}")
     model = make_model(args.widths[0], args.vocabularies[0])

@@ -116,17 +116,25 @@ def device_calls(kind: str, words: dict[str, str], rng: random.Random) -> dict[s
 # A state is all its rows, {(table, id): row}.
 
 
-def new_database() -> sqlite3.Connection:
+def open_database(content: bytes) -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    db.execute("pragma page_size = 512")  # a table takes a page at least, and each task keeps a copy
-    for table, columns in DATA["tables"].items():
-        db.execute(f"create table {table} (id integer primary key, {columns})")
+    db.deserialize(content)
     return db
 
 
+@lru_cache
+def empty_database() -> bytes:
+    """The tables without rows."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    db.execute("pragma page_size = 512")  # a table takes a page at least, and each task keeps a copy
+    for table, columns in DATA["tables"].items():
+        db.execute(f"create table {table} (id integer primary key, {columns})")
+    return db.serialize()
+
+
 def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> None:
-    """Fills a new database with invented people and things; `kinds` are the devices that there are."""
-    numbers = iter(rng.sample(range(100, 1000), 200))  # ids, phone numbers, passwords: each is there once
+    """Fills an empty database with invented people and things; `kinds` are the devices that there are."""
+    numbers = iter(rng.sample(range(100, 1000), 120))  # ids, phone numbers, passwords: each is there once
 
     def add(table: str, **row) -> None:
         marks = ", ".join("?" * (len(row) + 1))
@@ -220,6 +228,7 @@ class Task(NamedTuple):
     answer: object  # None where nothing is asked
 
 
+@lru_cache
 def tasks_of(split: str) -> list[tuple[Scenario, int, int]]:
     """All tasks of a split: kind of scenario, number of the scenario in its kind, variant."""
     kinds = [scenario for scenario in SCENARIOS if scenario.challenge == (split == "test-challenge")]
@@ -233,8 +242,8 @@ def make_task(split: str, index: int) -> Task:
     id = f"{scenario.name}.{split}{number}_{variant}"
     rng = random.Random(id)
     makers = DATA["device"]["challenge" if scenario.challenge else "words"]
-    while True:  # until there is something to do: nobody may have written two mails, or a note may say it already
-        db = new_database()
+    for _ in range(100):  # until there is something to do: nobody may have written two mails, or a note says it already
+        db = open_database(empty_database())
         populate(db, rng, makers["kind"].split())
         people = {name for (name,) in db.execute("select name from contact")}
         values = {"me": rng.choice([name for name in WORDS["name"] if name not in people]), "today": FRESH["day"](rng)}
@@ -251,6 +260,8 @@ def make_task(split: str, index: int) -> Task:
         changes = difference(before, read_state(db))
         if changes or answer is not None:
             break
+    else:
+        raise ValueError(f"{id}: in 100 databases there was nothing to do")
 
     # Its apps, and one that it does not need.
     apps = scenario.apps.format(**values).split()
@@ -348,8 +359,7 @@ class Apps(gymnasium.Env):
             raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
         self.close()
         self.task = make_task(self.split, index)
-        self.db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self.db.deserialize(self.task.start)
+        self.db = open_database(self.task.start)
         self.logged_in, self.answer, self.completed = set(), None, False
         self.observation, self.turns, self.over = self.task.prompt, 0, False
         return self.observation, {"answer": self.task.id}
@@ -365,7 +375,6 @@ class Apps(gymnasium.Env):
             output = self.sandbox.run(action, self.call)
         except OSError as error:
             raise envs.WorldBroken(f"apps: {error}") from error
-        self.observation += f"{action}\n=> {output.strip()}".rstrip(" ") + "\n"
         self.turns += 1
         truncated = not self.completed and self.turns == self.max_turns
         self.over = self.completed or truncated
@@ -375,9 +384,11 @@ class Apps(gymnasium.Env):
             success = self.completed and all(tests)
             if self.completed:
                 reward = float(success) if self.reward == "success" else sum(tests) / len(tests)
+                output = f"Task completed. Your score (min 0.0, max 1.0): {reward:.2f}"
             episode = {"return": reward, "length": self.turns, "success": success}
             info["episode"] = episode | {"passed": sum(tests), "tests": len(tests)}
             self.close()
+        self.observation += f"{action}\n=> {output.strip()}".rstrip(" ") + "\n"
         return self.observation, reward, self.completed, truncated, info
 
     def call(self, name: str, kwargs: dict) -> object:
@@ -544,7 +555,7 @@ def expert(observation: str, rng: random.Random | None = None) -> str:
 
 
 def scripted(
-    observation: str, rng: random.Random, hasty: float = 0.12, guessing: float = 0.12, careless: float = 0.15
+    observation: str, rng: random.Random, hasty: float = 0.2, guessing: float = 0.25, careless: float = 0.3
 ) -> str:
     """The expert with the habits of a language model that has not been trained: the player of the demonstrations.
 

@@ -27,6 +27,7 @@ TOO_LONG = {
 }  # strict: an entry must go when it is no longer true
 MIN_COMMENTS = 0.10
 OPTIONAL = ["peft"]  # imported where a switch asks for them; a script says in one line if they are missing
+RUNS_CODE = ["sandbox_child.py"]  # that of agents, which is what it is for; tests/test_sandbox.py
 BROUGHT_ALONG = ["tokenizers"]  # packages that a listed one is of no use without: transformers
 SECTIONS = [
     "arguments",
@@ -187,7 +188,8 @@ def test_nothing_is_left_undone_and_nothing_runs_foreign_code(source):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert options.get("weights_only") == "True", f"line {node.lineno}: torch.load without weights_only=True"
-        assert not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "compile"))
+        runs_code = isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "compile")
+        assert not runs_code or source.name in RUNS_CODE
 
 
 # ------------------------------------------------------------------------------------ the imports
