@@ -542,19 +542,31 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, warm):
     peft = pytest.importorskip("peft", reason="needs the package peft")
     warm.save_pretrained(tmp_path / "base")
     warm.tokenizer.save_pretrained(tmp_path / "base")
-    options = {"model": str(tmp_path / "base"), "lora": True, "warm_start_epochs": 0, "lr": 1e-2}
-    folder, _ = run_of(tmp_path / "runs", iterations=2, **options)
-    actor = loop_ppo.newest_checkpoint(str(folder), "") / "actor"
+    options = {"model": str(tmp_path / "base"), "lora": True, "warm_start_epochs": 0}
+    args = small(**options)
+    model = loop_ppo.make_model(args, [])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) > 0 and all(
+        "lora" in n for n, p in model.named_parameters() if p.requires_grad
+    )
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    loop_ppo.update(model, optimizer, play(model, args), torch.ones(6), args, np.random.default_rng(0))
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    (tmp_path / "run").mkdir()
+    loop_ppo.save(tmp_path / "run", {"iteration": 1}, model)
+
+    checkpoint, ids = loop_ppo.newest_checkpoint(str(tmp_path / "run"), ""), torch.tensor([[5, 6, 7]])
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    before = base(torch.tensor([[5, 6, 7]])).logits
-    adapted = peft.PeftModel.from_pretrained(base, actor)
-    after = adapted(torch.tensor([[5, 6, 7]])).logits
-    assert not torch.allclose(before, after)
-    ours = loop_ppo.make_model(small(**options), [], actor.parent)
-    assert torch.allclose(ours(torch.tensor([[5, 6, 7]])).logits, after, atol=1e-5)
-    assert {name.split(".")[-2] for name, p in ours.named_parameters() if p.requires_grad} == {"default"}
+    before, after = base(ids).logits, model(ids).logits
+    assert not torch.allclose(before, after, atol=1e-3)
+    assert torch.allclose(peft.PeftModel.from_pretrained(base, checkpoint / "actor")(ids).logits, after, atol=1e-5)
+    ours = loop_ppo.make_model(args, [], checkpoint)
+    assert torch.allclose(ours(ids).logits, after, atol=1e-5)
+    assert sum(p.requires_grad for p in ours.parameters()) == len(trained)
+    folder, _ = run_of(tmp_path / "runs", iterations=1, **options)
     saved = json.loads((folder / "args.json").read_text())
-    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": 3}))
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": 2}))
 
 
 @pytest.mark.slow
