@@ -829,8 +829,9 @@ def main(args: Args) -> dict[str, float]:
 
         # 2. their advantages, and some steps
         learned, advantage_N, filtered = advantages_of_groups(played, VARIANTS[args.variant]["normalise"])
-        metrics = behaviour(played) | {"update/filtered": filtered}
+        metrics = behaviour(played)
         metrics |= update(model, optimizer, learned, advantage_N, args, rng, modules.get("start_model"))
+        metrics["update/filtered"] = filtered
 
         # 3. the books
         state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)

@@ -485,6 +485,12 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, variant):
     assert whole == resumed
 
 
+def test_groups_that_all_earned_the_same_are_logged(tmp_path):
+    """With one token a turn nobody can answer: every return is 0 and every group filtered."""
+    folder, _ = run_of(tmp_path, iterations=1, max_action_tokens=1)
+    assert results(folder)[0][0]["update/filtered"] == 1.0
+
+
 def test_a_run_that_is_killed_goes_on(tmp_path):
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
