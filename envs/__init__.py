@@ -29,7 +29,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
 
-__all__ = ["ENVS", "Entry", "Unavailable", "VecTextEnv", "WorldBroken", "make", "missing", "replies", "summarise"]
+__all__ = [
+    "ENVS",
+    "Entry",
+    "Unavailable",
+    "VecTextEnv",
+    "WorldBroken",
+    "make",
+    "missing",
+    "reached_goal",
+    "replies",
+    "summarise",
+]
 
 
 class WorldBroken(RuntimeError):
@@ -81,11 +92,8 @@ ENVS = {
 
 
 INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds refuse an action
-<<<<<<< HEAD
 LOST = re.compile("you have died", re.IGNORECASE)  # how a world ends badly whose rewards do not say so
-=======
 SCORE = re.compile(r"Your score \(min 0\.0, max 1\.0\): (\d\.\d+)")  # how a world tells half a success from a whole one
->>>>>>> webshop
 
 
 def make(id: str, **options):
@@ -127,46 +135,38 @@ def replies(observations: list[str], actions: list[str]) -> list[str]:
     [' No.\\n']
     """
     turns = zip(observations, actions, observations[1:], strict=False)
-    return [after.removeprefix(before + action) or after for before, action, after in turns]
+    return [after if after == before else after.removeprefix(before + action) for before, action, after in turns]
+
+
+def reached_goal(dialogue: dict) -> bool:
+    """Whether the world ended it and took nothing away for the last action, nor says that this was no success.
+
+    A world that can end badly has a negative reward for it, or says "you have died"; one that pays for a part of the
+    goal tells a score.
+
+    >>> reached_goal({"observations": ["", "Your score (min 0.0, max 1.0): 0.67"], "actions": ["click[Buy Now]"],
+    ...               "rewards": [0.67], "terminated": True})
+    False
+    """
+    (reply,) = replies(dialogue["observations"][-2:], dialogue["actions"][-1:])
+    is_bad = LOST.search(reply) or float((SCORE.findall(reply) or ["1"])[-1]) < 1
+    return dialogue["terminated"] and dialogue["rewards"][-1] >= 0 and not is_bad
 
 
 def summarise(dialogues: list[dict]) -> dict[str, float]:
     """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
 
-    A dialogue has reached its goal when the world ended it and took nothing away for its last action: a world that
-<<<<<<< HEAD
-    can end badly says so by a negative reward or, where a game pays nothing for dying, by "you have died".
-=======
-    can end badly says so by a negative reward, and one that pays for a part of the goal by a last reply with a score.
->>>>>>> webshop
     A world refuses an action by a reply with "invalid" or "illegal action" in it, in capitals or not. A good question
     that is left unanswered, "I cannot answer that question.", is not among them.
     """
-    said = [replies(d["observations"], d["actions"]) for d in dialogues]
+    every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
-<<<<<<< HEAD
-        "success": fmean(
-            d["terminated"] and d["rewards"][-1] >= 0 and not LOST.search(last)
-            for d, (*_, last) in zip(dialogues, said, strict=True)
-        ),
-=======
-        "success": fmean(d["terminated"] and d["rewards"][-1] >= 0 and last_score(d) >= 1 for d in dialogues),
->>>>>>> webshop
+        "success": fmean(map(reached_goal, dialogues)),
         "length": fmean(len(d["actions"]) for d in dialogues),
         "truncated": fmean(not d["terminated"] for d in dialogues),
-        "invalid": fmean(bool(INVALID.search(reply)) for replies_of_one in said for reply in replies_of_one),
+        "invalid": fmean(bool(INVALID.search(reply)) for reply in every_reply),
     }
-
-
-def last_score(dialogue: dict) -> float:
-    """The score that the last reply tells, between 0 and 1; 1 if it tells none.
-
-    >>> last_score({"observations": ["", "Your score (min 0.0, max 1.0): 0.67"], "actions": ["click[Buy Now]"]})
-    0.67
-    """
-    (reply,) = replies(dialogue["observations"][-2:], dialogue["actions"][-1:])
-    return float((SCORE.findall(reply) or ["1"])[-1])
 
 
 class VecTextEnv:

@@ -28,8 +28,10 @@ TOO_LONG = {
     "archer.py": "about 870 lines, to be cut to 650",
     "archer_offline_iql.py": "about 850, to be cut to 600",
     "lge_drrn.py": "about 730, to be cut to 650",
+    "loop_ppo.py": "about 900, to be cut to 650",
 }  # strict: an entry must go when it is no longer true
 MIN_COMMENTS = 0.10
+OPTIONAL = ["peft"]  # imported where a switch asks for them; a script says in one line if they are missing
 RUNS_CODE = ["sandbox_child.py"]  # that of agents, which is what it is for; tests/test_sandbox.py
 BROUGHT_ALONG = ["tokenizers"]  # packages that a listed one is of no use without: transformers
 SECTIONS = [
@@ -64,6 +66,7 @@ SAMPLES = defaultdict(lambda: "rollouts.jsonl", {"guide_simcse": "rankings.jsonl
 TINY = {
     "iterations": 2,
     "rollouts": 4,
+    "tasks": 2,
     "demonstrations": 32,
     "warm_start_epochs": 1,
     "dataset_size": 32,
@@ -259,7 +262,7 @@ def test_imports_nothing_but_listed_packages_and_envs(script):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import"
             imported.add(node.module.split(".")[0])
-    allowed = {*listed_packages(), *BROUGHT_ALONG, "envs"}
+    allowed = {*listed_packages(), *BROUGHT_ALONG, *OPTIONAL, "envs"}
     assert imported - sys.stdlib_module_names - allowed == set()
 
 
@@ -429,6 +432,10 @@ HOW_TO_RUN = [
     ("python guide_simcse.py --resume", "", ""),
     ("python guide_simcse.py", "TINY", ""),
     ("python lge_drrn.py", "TINY", ""),
+    ("python loop_ppo.py --resume", "", ""),
+    ("python loop_ppo.py", "TINY", ""),
+    ("python benchmarks/loop_table.py", "--quick", ""),
+    ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
     ("python benchmarks/table1.py", "--quick", ""),
     ("python benchmarks/theory_fpe.py", "--quick", ""),
     ("python benchmarks/scienceworld_speed.py", "--worlds 1 --steps 2 --warm-up 2", ""),

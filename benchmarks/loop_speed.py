@@ -1,0 +1,135 @@
+"""How fast loop_ppo.py is: tokens per second of its rollouts and updates, and what the cache across turns saves.
+
+    python benchmarks/loop_speed.py            # a table; CPU seconds of this process on one thread, best of --repeats
+
+The work is that of a usual comparison: 8 prompts of 128 tokens, 6 completions of 64 tokens each in one turn, then two
+epochs of two minibatches. Rollouts are counted in tokens written, updates in tokens read, prompts and both epochs
+included. Over many turns, 12 rollouts write 16 tokens a turn and read as
+many; "read again" is the same without a cache kept: each turn begins with a pass over all that was written before.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import loop_ppo
+
+
+@dataclass
+class Args:
+    widths: tuple[int, ...] = (128, 320)  # of a Llama of 4 layers: 0.9M and 5M parameters besides the vocabulary
+    vocabularies: tuple[int, ...] = (2048, 16384)  # their sizes
+    turns: tuple[int, ...] = (10, 40)  # of the rollouts over many turns
+    repeats: int = 3  # the best of so many is shown, after one that is not
+
+
+class Tokens:
+    """In the place of a tokenizer: a text is the numbers of its tokens."""
+
+    eos_token_id, chat_template = 0, None
+
+    def __call__(self, text, add_special_tokens=False):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(map(str, ids))
+
+
+class World:
+    """Says `read` tokens after each of `turns` turns; random numbers all of them."""
+
+    def __init__(self, prompt: int, turns: int, read: int, vocabulary: int):
+        self.prompt, self.turns, self.read, self.vocabulary = prompt, turns, read, vocabulary
+
+    def say(self, n: int) -> str:
+        return "".join(f" {token}" for token in self.rng.integers(1, self.vocabulary, n))
+
+    def reset(self, seed, options):
+        self.rng, self.turn = np.random.default_rng(options["index"]), 0
+        self.observation = self.say(self.prompt)
+        return self.observation, {"answer": ""}
+
+    def step(self, action):
+        self.turn += 1
+        self.observation += action + self.say(self.read)
+        return self.observation, float(self.rng.random()), self.turn == self.turns, False, {"action": action}
+
+
+def make_model(width: int, vocabulary: int):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
+        num_attention_heads=width // 32, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.tokenizer = Tokens()
+    with torch.no_grad():  # nothing ends early: all turns have the same length
+        model.get_input_embeddings().weight[0] = 0
+    return model
+
+
+def cpu_seconds(part, repeats: int) -> float:
+    """The least CPU time of `part`, a function, in some calls after the first."""
+    part()
+    measured = []
+    for _ in range(repeats):
+        began = time.process_time()
+        part()
+        measured.append(time.process_time() - began)
+    return min(measured)
+
+
+def play(model, tasks: list[int], turns: int, prompt: int, written: int, read: int):
+    """Rollouts in which every turn is cut after `written` tokens."""
+    args = loop_ppo.Args(max_action_tokens=written, context=prompt + turns * (written + read + 1) + 1, world_threads=1)
+    worlds = [World(prompt, turns, read, model.config.vocab_size) for _ in tasks]
+    generator = torch.Generator().manual_seed(0)
+    return loop_ppo.rollout(model, worlds, tasks, tasks, args, generator)
+
+
+@torch.no_grad()
+def read_again(model, played) -> None:
+    """What a rollout without a cache across turns reads more: at each turn all that stands before it."""
+    for turn in range(1, len(played[0].turns)):
+        loop_ppo.Memory(model, [t.ids[: t.turns[turn][0]] for t in played], [1] * len(played))
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(1)
+    print(f"{'parameters':>12}{'vocabulary':>12}{'rollout tokens/s':>18}{'update tokens/s':>18}")
+    for width in args.widths:
+        for vocabulary in args.vocabularies:
+            model = make_model(width, vocabulary)
+            tasks = [i // 6 for i in range(48)]
+            played = play(model, tasks, 1, 128, 64, 0)
+            tokens = sum(len(t.logps) for t in played)
+            rollout = cpu_seconds(partial(play, model, tasks, 1, 128, 64, 0), args.repeats)
+            options = loop_ppo.Args(minibatch=24, micro_batch=24, epochs=2, min_advantage=0.0)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+            learned, advantage_N, _ = loop_ppo.advantages_of_groups(played, normalise=False)
+            step = (model, optimizer, learned, advantage_N, options)
+            update = cpu_seconds(partial(loop_ppo.update, *step, np.random.default_rng(0)), args.repeats)
+            size = sum(p.numel() for p in model.parameters()) / 1e6
+            seen = options.epochs * sum(len(t.ids) for t in learned)
+            print(f"{size:>11.1f}M{vocabulary:>12,}{tokens / rollout:>18,.0f}{seen / update:>18,.0f}", flush=True)
+
+    print(f"\n{'turns':>8}{'cache kept, s':>16}{'read again, s':>16}{'ratio':>8}")
+    model = make_model(args.widths[0], args.vocabularies[0])
+    for turns in args.turns:
+        tasks = [i // 6 for i in range(12)]
+        played = play(model, tasks, turns, 128, 16, 16)
+        kept = cpu_seconds(partial(play, model, tasks, turns, 128, 16, 16), args.repeats)
+        more = cpu_seconds(partial(read_again, model, played), args.repeats)
+        print(f"{turns:>8}{kept:>16.2f}{kept + more:>16.2f}{(kept + more) / kept:>8.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,132 @@
+"""The table of LOOP: what its parts are worth, each row for some seeds, beside the paper's figures.
+
+    python benchmarks/loop_table.py                            # hours; goes on where it was stopped
+    python benchmarks/loop_table.py --quick                    # seconds, and its figures mean nothing
+    python benchmarks/loop_table.py --out docs/loop_ppo.md     # puts the table between the file's two marks
+
+Every cell is one run of loop_ppo.py in a folder of its own below --runs; those that have ended are not run again.
+Printed is the mean over the seeds at the end of training, at temperature 1, with the half width of its 95 % interval
+(Student's t): task goal completion (TGC) and scenario goal completion (SGC) of both test splits, in percent. The
+paper's figures (Table 1) are of a 32B model in AppWorld: compare orders, not sizes.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
+ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
+    "RLOO": (["--variant", "rloo"], (57.2, 35.7, 36.7, 17.4)),
+    "GRPO": (["--variant", "grpo"], (58.0, 36.8, 39.5, 22.4)),
+    "LOOP (bandit)": (["--level", "trajectory"], (53.3, 33.6, 27.7, 13.0)),
+    "LOOP (turn)": (["--level", "turn"], (64.1, 43.5, 40.8, 26.5)),
+    "LOOP (token)": ([], (71.3, 53.6, 45.7, 26.6)),
+    "LOOP RwNorm (token)": (["--variant", "loop-rwnorm"], None),
+}
+COLUMNS = {"normal TGC": "test_normal_success", "SGC": "test_normal_scenarios"}
+COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_scenarios"}
+BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
+START, END = "<!-- table -->", "<!-- /table -->"
+QUICK = "--iterations 1 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2 --rollouts 3"
+QUICK += " --eval-episodes 3 --max-action-tokens 6"
+
+
+@dataclass
+class Args:
+    env: str = "apps"  # the world, one with splits
+    seeds: int = 5  # 1 to this
+    jobs: int = 2  # runs at a time, one thread each
+    options: str = ""  # for every run, as one text: "--iterations 20 --width 64"
+    runs: Path = Path("runs/loop_table")  # folder of the runs
+    out: Path | None = None  # file that gets the table between its two marks
+    quick: bool = False  # two seeds of runs of one iteration, to see that all works
+
+
+def stop(message: str):
+    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def finished(folder: Path) -> Path | None:
+    """The folder of the run in it that has done all its iterations; one that was interrupted has a summary, too."""
+    for path in sorted(folder.glob("*/summary.json")):
+        last = json.loads((path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        if last["iteration"] == json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["iterations"]:
+            return path.parent
+    return None
+
+
+def run_row(args: Args, row: str, seed: int) -> dict:
+    """Runs one cell, unless it has ended before, and returns its summary."""
+    options = QUICK if args.quick else args.options
+    group = re.sub(r"[^\w.=-]+", "_", f"{args.env} {options}".strip())  # other options, other runs
+    folder = args.runs / group / re.sub(r"\W+", "_", f"{row} {seed}")
+    if not finished(folder):
+        command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder)]
+        result = subprocess.run(
+            [*command, *ROWS[row][0], *options.split()], capture_output=True, text=True, check=False
+        )
+        if result.returncode != 0:
+            raise RuntimeError(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return json.loads((finished(folder) / "summary.json").read_text(encoding="utf-8"))
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half width of the 95 % interval of the mean.
+
+    >>> interval([1.0, 2.0, 3.0])
+    '2.0 ± 2.5'
+    """
+    half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{statistics.fmean(values):.1f} ± {half:.1f}"
+
+
+def main(args: Args) -> str:
+    """Runs what is missing and returns the table as markdown."""
+    if args.seeds < 1 or args.jobs < 1:
+        stop("--seeds and --jobs must be at least 1")
+    if args.seeds > max(T95):
+        stop(f"--seeds {args.seeds}: at most {max(T95)}")
+    if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
+        stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
+    seeds = range(1, (2 if args.quick else args.seeds) + 1)
+    cells = [(row, seed) for seed in seeds for row in ROWS]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            summaries = dict(zip(cells, pool.map(lambda cell: run_row(args, *cell), cells), strict=True))
+        except RuntimeError as error:
+            pool.shutdown(cancel_futures=True)
+            stop(str(error))
+    if missing := [key for key in COLUMNS.values() if key not in summaries[cells[0]]]:
+        stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
+
+    def line(row: str, prefix: str, paper) -> str:
+        keys = [prefix.join(re.match("(test_[a-z]+_)(.*)", key).groups()) for key in COLUMNS.values()]
+        ours = [interval([100 * summaries[row, seed][key] for seed in seeds]) for key in keys]
+        theirs = " / ".join(map(str, paper or ["not given"]))
+        return f"| {row if not prefix else 'warm start'} | {' | '.join(ours)} | {theirs} |"
+
+    lines = [f"| method | {' | '.join(COLUMNS)} | paper, all four |", "| --- |" + " ---: |" * (len(COLUMNS) + 1)]
+    lines += [line("LOOP (token)", "warm_start_", BASE)] + [line(row, "", ROWS[row][1]) for row in ROWS]
+    table = "\n".join(lines)
+    print(f"{len(seeds)} seeds\n{table}")
+    if args.out:
+        text = args.out.read_text(encoding="utf-8")
+        before, after = text.split(START)[0], text.split(END)[1]
+        temporary = args.out.with_name(args.out.name + ".tmp")
+        temporary.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
+        temporary.replace(args.out)
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

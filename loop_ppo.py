@@ -1,0 +1,915 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
+#     "gymnasium>=1.4,<2", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5"]
+# ///
+"""LOOP: PPO with a leave-one-out baseline for agents that act over many turns, in one file.
+
+    python loop_ppo.py --env apps
+    python loop_ppo.py --level trajectory        python loop_ppo.py --variant grpo
+    python loop_ppo.py --model Qwen/Qwen2.5-32B-Instruct --lora --dtype bfloat16 --gradient-checkpointing --device cuda
+    python loop_ppo.py --resume runs/...
+
+K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the advantage
+of all its tokens. There is no value network and no reference model: one copy of the weights is all.
+
+Paper: Chen et al. 2025, arXiv:2502.01600
+  E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       sec. 4     leave_one_out
+  E2  min(w A, g(A)),  g(A) = A + eps |A|                           sec. 4     surrogate
+  E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 9, 10  ratios, --level token
+  E4  w = product of E3 over a turn                                 sec. 5     ratios, --level turn
+  E5  w = product of E3 over a rollout ("bandit")                   Eq. 9, 10  ratios, --level trajectory
+  E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --variant grpo, loop-rwnorm
+  E7  KL(pi || pi_start) ~ exp(d) - d - 1,  d = log pi_start/pi     GRPO       kl_penalty, --variant grpo
+Differs from the paper (docs/loop_ppo.md has the reasons at length):
+  D1  A tiny Llama, trained here on flawed scripted solutions (--model), in the place of a 32B model that can code.
+  D2  Its vocabulary has whole words, the same token wherever a word stands, so that copying one is one step.
+From the release: the lower bound 1/(1+eps) (--lower-bound over), gradients clipped to 0.1 (--max-grad-norm).
+"""
+
+import copy
+import inspect
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import transformers
+import tyro
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers.cache_utils import Cache, DynamicLayer
+
+import envs
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    env: str = "apps"  # the world, an id that `python -m envs` lists; its text must be append-only
+    reward: Literal["fraction", "success"] = "fraction"  # share of a task's tests passed, or 1 if all (apps, appworld)
+    max_difficulty: int = 2  # tasks above it are not trained on (paper: difficulties 1 and 2)
+    seed: int = 1  # of everything random in the run
+    iterations: int = 60  # rounds of rollouts and updates
+    runs: str = "runs"  # folder in which the run's own folder is made
+    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    device: str = "cpu"  # cpu, cuda, cuda:1 ...
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the model; losses stay float32
+    threads: int = 1  # on the CPU; with one, resuming is exact to the bit, and tiny models are no faster with two
+    world_threads: int = 2  # worlds that step at a time, while the model writes for the others
+
+    model: str = "tiny"  # tiny (a small Llama from scratch) or a causal LM: Hugging Face name or local folder
+    width: int = 128  # hidden size of the tiny model
+    layers: int = 2  # of the tiny model
+    vocabulary: int = 4000  # at most so many words, numbers and pieces of them has the tiny model's vocabulary
+    lora: bool = False  # train low-rank adapters only (needs the package peft)
+    lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: 16, 32)
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
+
+    demonstrations: int = 4000  # solutions that the world's scripted player makes for the warm start
+    warm_start_epochs: int = 4  # passes over the demonstrations; 0 leaves the model as it is
+    warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
+    warm_start_batch: int = 16  # solutions in an update of the warm start
+
+    tasks: int = 16  # tasks in an iteration (paper: 40)
+    rollouts: int = 6  # K, rollouts of each task (paper: 6)
+    temperature: float = 1.0  # of sampling, and so of scoring (paper: 1, no top-p, no top-k)
+    max_action_tokens: int = 64  # tokens after which a turn is cut (paper: 1,500)
+    context: int = 2048  # tokens after which a rollout is cut (paper: 32,000)
+    finish_all: float = 0.9  # rollouts stop when this share of all has ended ... (paper: 0.9)
+    finish_each: int = 4  # ... and so many of each task; those cut off leave their group (paper: 4)
+
+    variant: Literal["loop", "rloo", "grpo", "loop-rwnorm"] = "loop"  # rows of VARIANTS
+    level: Literal["token", "turn", "trajectory"] = "token"  # what a ratio belongs to: E3, E4 or E5
+    epochs: int = 0  # passes over the rollouts of an iteration; 0 takes the variant's (paper: 2)
+    minibatch: int = 32  # rollouts in a step; 0 takes all (paper: 32)
+    logit_chunk: int = 4096  # tokens whose logits exist at a time
+    micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
+    clip: float = 0.1  # eps of E2 (release: 0.1)
+    lower_bound: Literal["minus", "over"] = "minus"  # where w is clipped below: 1-eps (paper), 1/(1+eps) (release)
+    min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01)
+    kl: float = 0.04  # weight of E7, where the variant has it
+    lr: float = 4e-4  # constant (paper: 5e-5, for adapters of a 32B model)
+    weight_decay: float = 0.01  # paper: 0.01
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
+    max_log_ratio: float = 20.0  # an iteration ends early when the rollouts' mean log-ratio leaves +-this
+
+    eval_every: int = 10  # iterations between evaluations
+    eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
+    save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
+
+
+# What tells the algorithms apart: passes over the rollouts, one step with all of them, E6 instead of E1, E7.
+VARIANTS = {
+    "loop": {"epochs": 2, "on_policy": False, "normalise": False, "kl": False},
+    "rloo": {"epochs": 1, "on_policy": True, "normalise": False, "kl": False},
+    "grpo": {"epochs": 1, "on_policy": True, "normalise": True, "kl": True},
+    "loop-rwnorm": {"epochs": 2, "on_policy": False, "normalise": True, "kl": False},
+}
+
+FAILED = re.compile("error|exception|failed", re.IGNORECASE)  # how worlds say that a call went wrong
+
+METRICS = {
+    "rollout/return": "return of the iteration's rollouts, mean; should rise",
+    "rollout/success": "share of rollouts that solved their task",
+    "rollout/length": "turns of a rollout, mean",
+    "rollout/tokens": "tokens that the model wrote in a rollout, mean",
+    "rollout/truncated": "share of rollouts that the limit of turns or the context cut off",
+    "rollout/entropy": "-log pi of a written token, nats: the entropy at temperature 1; near 0 it explores no more",
+    "rollout/dropped": "share of rollouts stopped as stragglers; they teach nothing",
+    "rollout/broken": "share of rollouts whose world broke; above 0 look after the server",
+    "rollout/no_op": "share of rollouts that completed the task at once; rising means that doing nothing pays",
+    "habit/many_cells": "turns with more than one code cell, share",
+    "habit/api_docs": "calls of show_api_doc in a rollout",
+    "habit/assum": "times that a rollout says 'assum...'",
+    "habit/dummy": "times that a rollout says 'dummy'",
+    "habit/gave_up": "share of rollouts that completed the task right after a failed call",
+    "update/filtered": "share of groups whose rollouts all earned the same; at 1 nothing is learned",
+    "update/sampler_gap": "largest |log-prob at sampling - at scoring|, nats; above 0.01 (float32) something is wrong",
+    "update/loss": "E2, negative; its size means little",
+    "update/ratio": "largest ratio w of the iteration",
+    "update/clipped": "share of tokens that E2 gives no gradient; near 0 the clip does nothing",
+    "update/log_ratio": "mean over rollouts of log pi/pi_old in the last epoch, nats; stops the iteration beyond 20",
+    "update/stopped": "1 if the log-ratio ended the iteration early",
+    "update/grad_norm": "before clipping",
+    "update/kl": "E7 in nats a token; with --variant grpo only",
+    "eval/return": "return with sampled turns, every task of the dev split once",
+    "eval/success": "share of these that were solved: the task goal completion (TGC)",
+    "eval/scenarios": "share of scenarios with all variants solved (SGC)",
+    "eval/questions": "share of the tasks that ask for an answer that were solved; with --env apps only",
+    "eval/return_greedy": "return with the likeliest tokens, every task of the dev split once",
+    "eval/success_greedy": "TGC of these",
+    "eval/scenarios_greedy": "SGC of these",
+    "eval/questions_greedy": "as above, with the likeliest tokens; with --env apps only",
+    "time/rollout": "seconds of the rollouts",
+    "time/update": "seconds of the updates",
+    "time/tokens_per_second": "written in the rollouts",
+}
+
+
+def stop(message: str):
+    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+@dataclass
+class Trajectory:
+    """A rollout: what the model read and wrote, token for token, and what the world made of it."""
+
+    task: int  # number of the task in its split
+    answer: str  # the world's name for it
+    start: str  # the prompt
+    ids: list[int]  # prompt, turn, reply, turn, reply ...; it only grows and is never tokenised again
+    turns: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # [first, last) of the sampled tokens of each turn in ids
+    logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
+    actions: list[str] = field(default_factory=list)  # as the world took them
+    replies: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
+    success: bool = False
+    fate: str = "ended"  # or "dropped" as a straggler, or "broken" like its world: these teach nothing
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+@lru_cache(maxsize=500_000)  # worlds repeat themselves: each piece of text is tokenised once
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a piece of text. The list is shared: do not change it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@lru_cache(maxsize=8)
+def frame(tokenizer) -> tuple[str, str, str]:
+    """What stands before a prompt, before a reply, and behind both: an instruction-tuned model's chat template."""
+    if not tokenizer.chat_template:
+        return "", "", ""
+    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    before, reply, behind = (re.split("<[012]>", text)[i] for i in (0, 2, 3))
+    return before, reply.removeprefix(tokenizer.eos_token), behind  # the end of turn is the model's own to write
+
+
+def prompt_ids(tokenizer, observation: str) -> list[int]:
+    """Token ids of a task's prompt."""
+    before, _, behind = frame(tokenizer)
+    return encode(tokenizer, before + observation + behind)
+
+
+def reply_ids(tokenizer, reply: str) -> list[int]:
+    """Token ids of the world's reply, which follows the end of a turn."""
+    _, before, behind = frame(tokenizer)
+    return encode(tokenizer, before + reply + behind)
+
+
+def demonstrated(dialogue: dict, tokenizer) -> Trajectory:
+    """A scripted dialogue in the tokens that the model would have read and written."""
+    start, actions = dialogue["observations"][0], dialogue["actions"]
+    replies = envs.replies(dialogue["observations"], actions)
+    t = Trajectory(-1, dialogue["answer"], start, list(prompt_ids(tokenizer, start)), actions=actions, replies=replies)
+    for action, reply in zip(actions, replies, strict=True):
+        first = len(t.ids)
+        t.ids += [*encode(tokenizer, action), tokenizer.eos_token_id]
+        t.turns.append((first, len(t.ids)))
+        t.ids += reply_ids(tokenizer, reply)
+    return t
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: B rows of a batch, T tokens, K rollouts of a task, N rollouts, M all the sampled tokens of all
+# rollouts in a row, U turns, V the vocabulary, H hidden. The end of a turn is a sampled token like any other.
+def leave_one_out(return_K: torch.Tensor) -> torch.Tensor:
+    """E1: each return minus the mean of the others [K]; sums to zero.
+
+    >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5])).tolist()
+    [0.75, -0.75, 0.0]
+    """
+    K = len(return_K)
+    return (return_K - return_K.mean()) * K / (K - 1)  # E1
+
+
+def normalised(return_K: torch.Tensor) -> torch.Tensor:
+    """E6: returns minus their mean, over their standard deviation [K]; 0 where all are the same."""
+    return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6
+
+
+def ratios(logp_M, old_logp_M, turn_M, rollout_M, level: str) -> torch.Tensor:
+    """w of every token [M]: its own (E3), its turn's (E4) or its rollout's (E5). `turn_M`, `rollout_M` number these."""
+    log_ratio_M = logp_M - old_logp_M
+    if level == "token":
+        return log_ratio_M.exp()  # E3
+    owner_M = turn_M if level == "turn" else rollout_M
+    sums = log_ratio_M.new_zeros(int(owner_M.max()) + 1).index_add(0, owner_M, log_ratio_M)
+    return sums.exp()[owner_M]  # E4, E5
+
+
+def surrogate(w_M, advantage_M, clip: float, lower_bound: str = "minus") -> torch.Tensor:
+    """E2: min(w A, g(A)) [M]. g is the worth of the farthest ratio that still counts as a gain: 1+eps, or below 1-eps.
+
+    >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
+    [1.25, -2.0, 0.5, -0.75]
+    """
+    lowest = 1 - clip if lower_bound == "minus" else 1 / (1 + clip)
+    bound_M = torch.where(advantage_M > 0, (1 + clip) * advantage_M, lowest * advantage_M)  # E2: g(A)
+    return torch.minimum(w_M * advantage_M, bound_M)  # E2
+
+
+def kl_penalty(logp_M, start_logp_M) -> torch.Tensor:
+    """E7: an estimate of KL(pi || pi_start) from the tokens sampled, never negative [M]."""
+    d_M = start_logp_M - logp_M
+    return d_M.exp() - d_M - 1  # E7
+
+
+def mean_of_rollouts(x_M, rollout_M, constant: float) -> torch.Tensor:
+    """Mean over the tokens of a rollout, summed over rollouts, over a constant: no batch size enters."""
+    length_N = torch.bincount(rollout_M)
+    return (x_M / length_N[rollout_M]).sum() / constant
+
+
+# ---------------------------------------------------------- 4. models
+class Column(DynamicLayer):
+    """A layer of the key-value cache in which a token's column is its position in its rollout.
+
+    So rows need no padding between turns, and a token written in vain is overwritten before anyone can see it.
+    """
+
+    def __init__(self, memory: "Memory"):
+        super().__init__()
+        self.memory = memory
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Writes [B, heads, Q, D] at the memory's rows and columns; returns all columns so far of these rows."""
+        rows, position_BQ, length = self.memory.where
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            B, heads, _, D = key_states.shape
+            self.keys, self.values = (key_states.new_zeros(B, 0, heads, D) for _ in range(2))
+        if (room := self.keys.shape[1]) < length:  # doubled, so that growing costs little
+            add = self.keys.new_zeros(len(self.keys), max(length, 2 * room) - room, *self.keys.shape[2:])
+            self.keys, self.values = torch.cat([self.keys, add], 1), torch.cat([self.values, add], 1)
+        at = torch.arange(len(self.keys)) if rows is None else rows
+        found = []
+        for store, new in ((self.keys, key_states), (self.values, value_states)):
+            store[at[:, None], position_BQ] = new.transpose(1, 2)
+            found.append((store if rows is None else store[rows])[:, :length].transpose(1, 2))
+        return found
+
+
+class Memory:
+    """What the model has read of each row of a batch: the key-value cache, and the last hidden state [B, H]."""
+
+    def __init__(self, model, prompts: list[list[int]], copies: list[int]):
+        """Reads each prompt once, whatever the number of its copies."""
+        self.model, self.cache = model, Cache(layer_class_to_replicate=partial(Column, self))
+        self.length_B = torch.zeros(len(prompts), dtype=torch.long)
+        self.hidden_BH = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.read(prompts)
+        self.keep(torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies)))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """These rows and no others, in this order."""
+        self.length_B, self.hidden_BH = self.length_B[rows], self.hidden_BH[rows]
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+    def read(self, pieces: list[list[int]], rows: list[int] | None = None) -> None:
+        """Goes on with these rows (None: all); a row whose piece is empty stays as it is."""
+        at = slice(None) if rows is None else torch.tensor(rows)
+        size = torch.tensor([len(piece) for piece in pieces])
+        Q = int(size.max())
+        ids_BQ = torch.tensor([piece + [0] * (Q - len(piece)) for piece in pieces])
+        position_BQ = self.length_B[at][:, None] + torch.arange(Q)
+        length = int(position_BQ.max()) + 1
+        self.where = None if rows is None else at, position_BQ, length
+        blocked = torch.finfo(self.model.dtype).min
+        bias = torch.zeros(len(pieces), 1, Q, length, dtype=self.model.dtype)
+        bias.masked_fill_(torch.arange(length) > position_BQ[:, None, :, None], blocked)
+        inputs = transformers.BatchEncoding({"input_ids": ids_BQ, "position_ids": position_BQ, "attention_mask": bias})
+        output = self.model.base_model(**inputs.to(self.model.device), past_key_values=self.cache, use_cache=True)
+        last_BH = output.last_hidden_state[torch.arange(len(pieces)), (size - 1).clamp(min=0)]
+        self.hidden_BH[at] = torch.where((size > 0)[:, None].to(last_BH.device), last_BH, self.hidden_BH[at])
+        self.length_B[at] += size
+
+
+def make_vocabulary(texts: list[str], size: int):
+    """Words and numbers that occur are tokens of their own, so that one look is enough to copy them (D2).
+
+    A word's token is the same wherever it stands: it begins with a mark, and the one blank between two words is left
+    out. All else is written in pieces of words, characters and bytes, so that every text can be.
+    """
+    # D2: a blank between two words becomes the second one's mark, and any other word gets one
+    tokenizer, special, mark = Tokenizer(models.BPE(byte_fallback=True)), "<|endoftext|>", "\u2581"
+    drop, put = (
+        normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark),
+        normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark),
+    )
+    tokenizer.normalizer = normalizers.Sequence([drop, put])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\u2581\w+|[^\w\u2581]"), "isolated")
+    back = decoders.Replace(Regex(rf"(?<=\w){mark}"), " "), decoders.Replace(mark, "")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), *back])
+    every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
+    alphabet = [chr(code) for code in range(32, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, show_progress=False, special_tokens=[special, *every_byte], initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special, pad_token=special)
+
+
+def load(auto, source: str, flag: str):
+    """A model, or its configuration, and its tokenizer, by Hugging Face name or local folder."""
+    try:
+        return auto.from_pretrained(source), transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        stop(f"{flag} {source}: {str(error).splitlines()[0]}; give tiny, a local folder or a Hugging Face name")
+
+
+def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
+    """The model, with its tokenizer; `texts` train the tiny one's vocabulary. A checkpoint has its weights."""
+    source = args.model if checkpoint is None or args.lora else str(checkpoint / "actor")
+    if source == "tiny":  # D1
+        tokenizer = make_vocabulary(texts, args.vocabulary)
+        config = transformers.LlamaConfig(
+            vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, max_position_embeddings=args.context,
+            hidden_size=args.width, intermediate_size=2 * args.width, num_hidden_layers=args.layers,
+            num_attention_heads=max(1, args.width // 32), tie_word_embeddings=True,
+            initializer_range=0.1,  # the usual 0.02 is for thousands wide: with it this one does not learn to copy
+        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    else:
+        model, tokenizer = load(transformers.AutoModelForCausalLM, source, "--model")
+    model.tokenizer = tokenizer
+    model.to(args.device, getattr(torch, args.dtype)).eval()  # eval: no dropout, ever
+    if args.lora:
+        add_adapters(model, args, checkpoint)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def add_adapters(model, args: Args, checkpoint: Path | None) -> None:
+    """LoRA on all projections, fresh or from a checkpoint; the rest of the model stands still."""
+    try:
+        import peft
+    except ModuleNotFoundError:
+        stop("--lora needs the package peft: pip install peft")
+    projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    config = peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=projections)
+    if checkpoint is None:
+        model.add_adapter(config)
+    else:
+        model.load_adapter(str(checkpoint / "actor"), is_trainable=True)
+
+
+# ---------------------------------------------------------- 5. rollouts
+def sample(model, hidden_BH, temperature: float, generator, greedy: bool) -> tuple[list[int], list[float]]:
+    """The next token of every row, and its log-prob."""
+    logp_BV = (model.get_output_embeddings()(hidden_BH).float() / temperature).log_softmax(-1)
+    if greedy:
+        token_B1 = logp_BV.argmax(-1, keepdim=True)
+    else:  # the first token whose cumulative probability exceeds a uniform number
+        total_BV = logp_BV.exp().cumsum(-1)
+        u_B1 = torch.rand(len(logp_BV), 1, generator=generator, device=generator.device) * total_BV[:, -1:]
+        token_B1 = torch.searchsorted(total_BV, u_B1, right=True).clamp(max=logp_BV.shape[1] - 1)
+    return token_B1[:, 0].tolist(), logp_BV.gather(1, token_B1)[:, 0].tolist()
+
+
+def start_world(world, task: int, seed: int) -> tuple[str, str, str]:
+    """Resets a world; returns the prompt, the world's name of the task, and whether all went well."""
+    try:
+        observation, info = world.reset(seed=seed, options={"index": task})
+        return observation, info["answer"], "ended"
+    except envs.WorldBroken as error:
+        return "", str(error), "broken"
+
+
+def step_world(world, observation: str, action: str) -> tuple[str, dict]:
+    """A turn in a world that showed `observation`: the next one, and what the turn adds to its trajectory."""
+    try:
+        after, reward, terminated, truncated, info = world.step(action)
+    except envs.WorldBroken as error:
+        return observation, {"reply": str(error), "over": True, "fate": "broken"}
+    reply = after.removeprefix(observation + info["action"])
+    outcome = {"action": info["action"], "reply": reply, "reward": reward, "terminated": terminated}
+    return after, outcome | {"over": terminated or truncated, "success": info.get("episode", {}).get("success", False)}
+
+
+@torch.no_grad()
+def rollout(model, worlds, tasks: list[int], seeds: list[int], args: Args, generator, greedy=False, may_drop=False):
+    """Plays worlds[i] on tasks[i] to its end; those of one task stand in a row, and their prompt is read once.
+
+    A row of the batch writes or waits for its world, and worlds step while other rows go on writing. When a quarter
+    of the rows wait, their replies are read together: a fixed moment, so that threads do not change the outcome.
+    """
+    tokenizer, end, pool = model.tokenizer, model.tokenizer.eos_token_id, ThreadPoolExecutor(args.world_threads)
+    starts = list(pool.map(start_world, worlds, tasks, seeds))
+    played = [
+        Trajectory(task, answer, text, list(prompt_ids(tokenizer, text)), fate=fate)
+        for task, (text, answer, fate) in zip(tasks, starts, strict=True)
+    ]
+    texts = [text for text, _, _ in starts]  # what each world shows
+
+    def has_room(t: Trajectory) -> bool:
+        return len(t.ids) + args.max_action_tokens <= args.context
+
+    rows = [i for i, t in enumerate(played) if t.fate == "ended" and has_room(t)]  # the rollout of each row
+    firsts = [b for b, i in enumerate(rows) if b == 0 or played[i].ids != played[rows[b - 1]].ids]
+    copies = np.diff([*firsts, len(rows)]).tolist()
+    memory = Memory(model, [played[rows[b]].ids for b in firsts], copies) if rows else None
+    writing = {i: len(played[i].ids) for i in rows}  # where the turn began of each rollout that writes
+    waiting: dict[int, Future] = {}
+    over = set(range(len(played))) - set(rows)
+
+    while len(over) < len(played):
+        # 1. one token for all that write; a turn ends with the end token or is cut
+        tokens, logps = sample(model, memory.hidden_BH, args.temperature, generator, greedy)
+        for i, token, logp in zip(rows, tokens, logps, strict=True):
+            if i in writing:
+                t = played[i]
+                t.ids.append(token)
+                t.logps.append(logp)
+                if token == end or len(t.ids) - writing[i] == args.max_action_tokens:
+                    t.turns.append((writing.pop(i), len(t.ids)))
+                    action = tokenizer.decode(t.ids[slice(*t.turns[-1])], skip_special_tokens=True)
+                    waiting[i] = pool.submit(step_world, worlds[i], texts[i], action)
+        if writing:
+            memory.read([played[i].ids[-1:] if i in writing else [] for i in rows])
+
+        # 2. the replies
+        if 4 * len(waiting) < len(writing) + len(waiting):
+            continue
+        answered = sorted(waiting)
+        for i in answered:
+            t, (texts[i], turn) = played[i], waiting.pop(i).result()
+            t.ids += [end] * (t.ids[-1] != end) + reply_ids(tokenizer, turn["reply"])  # a forced end is not in t.turns
+            t.replies.append(turn["reply"])
+            t.actions.append(turn.get("action", ""))
+            t.rewards.append(turn.get("reward", 0.0))
+            t.terminated, t.success = turn.get("terminated", False), turn.get("success", False)
+            t.fate = turn.get("fate", t.fate)
+            if turn["over"] or not has_room(t):
+                over.add(i)
+        if may_drop and has_enough(played, over, args):
+            break
+        if 8 * sum(i in over for i in rows) >= len(rows):  # those that have ended leave the batch
+            kept = [b for b, i in enumerate(rows) if i not in over]
+            rows = [rows[b] for b in kept]
+            memory.keep(torch.tensor(kept, dtype=torch.long))
+        going = [b for b, i in enumerate(rows) if i in answered and i not in over]
+        if going:
+            memory.read([played[rows[b]].ids[int(memory.length_B[b]) :] for b in going], going)
+        writing |= {rows[b]: len(played[rows[b]].ids) for b in going}
+    pool.shutdown()  # waits for worlds that still step
+    for i in set(range(len(played))) - over:
+        played[i].fate = "dropped"
+    return played
+
+
+def has_enough(played: list[Trajectory], over: set[int], args: Args) -> bool:
+    """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
+    tasks = [t.task for t in played]
+    ended = Counter(tasks[i] for i in over)
+    each = all(ended[task] >= min(args.finish_each, number) for task, number in Counter(tasks).items())
+    return each and len(over) >= args.finish_all * len(played)
+
+
+# ---------------------------------------------------------- 6. updates
+def score(model, trajectories: list[Trajectory], args: Args):
+    """Log-probs of the M sampled tokens of some trajectories, the numbers of their turns and of their trajectories.
+
+    Rows are padded behind their end, which no causal model can see. Logits are made at sampled tokens only, a chunk
+    at a time, and with --gradient-checkpointing made again in the backward pass: [B, T, V] never exists.
+    """
+    T = max(len(t.ids) for t in trajectories)
+    ids_BT = torch.tensor([t.ids + [0] * (T - len(t.ids)) for t in trajectories], device=model.device)
+    hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    spans = [(b, *span) for b, t in enumerate(trajectories) for span in t.turns]
+    where = [(b, u, column) for u, (b, first, last) in enumerate(spans) for column in range(first, last)]
+    rollout_M, turn_M, column_M = torch.tensor(where, device=model.device).T
+    hidden_MH, token_M = hidden_BTH[rollout_M, column_M - 1], ids_BT[rollout_M, column_M]
+    head, parts = model.get_output_embeddings(), []
+
+    def chunk_logps(hidden_CH, token_C):
+        return -nn.functional.cross_entropy(head(hidden_CH).float() / args.temperature, token_C, reduction="none")
+
+    for hidden_CH, token_C in zip(hidden_MH.split(args.logit_chunk), token_M.split(args.logit_chunk), strict=True):
+        if args.gradient_checkpointing and torch.is_grad_enabled():
+            parts.append(checkpoint(chunk_logps, hidden_CH, token_C, use_reentrant=False))
+        else:
+            parts.append(chunk_logps(hidden_CH, token_C))
+    return torch.cat(parts), turn_M, rollout_M
+
+
+def buckets(trajectories: list[Trajectory], order, size: int) -> list[list[int]]:
+    """The trajectories that `order` names in batches of `size`, each of about equally long ones."""
+    by_length = sorted(order, key=lambda i: len(trajectories[i].ids))
+    return [by_length[i : i + size] for i in range(0, len(by_length), size)]
+
+
+def advantages_of_groups(played: list[Trajectory], normalise: bool) -> tuple[list[Trajectory], torch.Tensor, float]:
+    """The rollouts that ended, in groups of at least two of a task, their advantages [N], the share of equal groups."""
+    groups: dict[int, list[Trajectory]] = {}
+    for t in played:
+        if t.fate == "ended" and t.turns:
+            groups.setdefault(t.task, []).append(t)
+    kept = [group for group in groups.values() if len(group) >= 2]
+    returns = [torch.tensor([sum(t.rewards) for t in group]) for group in kept]
+    advantage_N = torch.cat([(normalised if normalise else leave_one_out)(r) for r in returns] or [torch.zeros(0)])
+    equal = [float(r.max() - r.min() < 1e-6) for r in returns]
+    return [t for group in kept for t in group], advantage_N, float(np.mean(equal or [1.0]))
+
+
+def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, rng, start_model=None):
+    """Some epochs of steps on E2 (and E7, given a start model) with the rollouts of an iteration."""
+    variant, tolerance = VARIANTS[args.variant], {"float32": 1e-3, "bfloat16": 0.5}[args.dtype]
+    size = len(played) if variant["on_policy"] else args.minibatch or len(played)
+    useful = [i for i, a in enumerate(advantage_N.tolist()) if abs(a) >= args.min_advantage]
+    old, start, gap = {}, {}, 0.0
+    with torch.no_grad():
+        for part in buckets(played, useful, args.micro_batch):
+            lengths = [len(played[i].logps) for i in part]
+            batch = [played[i] for i in part]
+            old |= zip(part, score(model, batch, args)[0].split(lengths), strict=True)
+            if start_model is not None:
+                start |= zip(part, score(start_model, batch, args)[0].split(lengths), strict=True)
+            gap = max([gap, *((old[i].cpu() - torch.tensor(played[i].logps)).abs().max().item() for i in part)])
+
+    rows, steps, diverged = [], 0, False
+    for _ in range(args.epochs or variant["epochs"]):
+        order = rng.permutation(len(played)).tolist()  # without regard to tasks
+        for first in range(0, len(order), size):
+            chosen = sorted(set(order[first : first + size]) & set(useful))
+            optimizer.zero_grad()
+            log_ratios, parts = [], buckets(played, chosen, args.micro_batch)
+            for part in parts:
+                logp_M, turn_M, rollout_M = score(model, [played[i] for i in part], args)
+                old_M = torch.cat([old[i] for i in part])
+                advantage_M = advantage_N[part].to(logp_M.device)[rollout_M]
+                w_M = ratios(logp_M, old_M, turn_M, rollout_M, args.level)
+                gain_M = surrogate(w_M, advantage_M, args.clip, args.lower_bound)
+                loss = -mean_of_rollouts(gain_M, rollout_M, size)
+                row = {"update/loss": loss.item(), "update/ratio": w_M.max().item()}
+                row["update/clipped"] = (gain_M < w_M * advantage_M).float().mean().item()
+                if start:
+                    penalty_M = kl_penalty(logp_M, torch.cat([start[i] for i in part]))
+                    loss, row["update/kl"] = (
+                        loss + args.kl * mean_of_rollouts(penalty_M, rollout_M, size),
+                        penalty_M.mean().item(),
+                    )
+                loss.backward()
+                difference_M = (logp_M - old_M).detach()
+                if not steps and difference_M.abs().max() > tolerance:
+                    stop(f"the ratio is not 1 before the first step, but off by {difference_M.abs().max().item():.2g}")
+                log_ratios += torch.zeros(len(part)).index_add(0, rollout_M.cpu(), difference_M.cpu()).tolist()
+                rows.append(row)
+            if not parts:  # all its rollouts were left out
+                continue
+            mean = float(np.mean(log_ratios))
+            if diverged := not abs(mean) <= args.max_log_ratio:  # also NaN
+                break
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            if not torch.isfinite(norm):
+                stop(f"the model diverged (gradient {norm.item()}): lower --lr")
+            optimizer.step()
+            steps += 1
+            rows[-1] |= {"update/grad_norm": norm.item(), "update/log_ratio": mean}
+        if diverged:
+            break
+    metrics = {tag: 0.0 for tag in METRICS if tag.startswith("update/") and tag != "update/kl"}
+    metrics |= {tag: float(np.mean([r[tag] for r in rows if tag in r])) for tag in {tag for r in rows for tag in r}}
+    metrics |= {"update/ratio": max([r["update/ratio"] for r in rows], default=1.0), "update/sampler_gap": gap}
+    return metrics | {"update/stopped": float(diverged)}
+
+
+def warm_start(model, demonstrations: list[Trajectory], args: Args, rng) -> None:
+    """Supervised learning of the demonstrations' turns, their ends included."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
+    batches = []
+    for order in orders:  # of about equal lengths within windows of 16 batches
+        windows = [buckets(demonstrations, order[i : i + 16 * size], size) for i in range(0, len(order), 16 * size)]
+        batches += [window[i] for window in windows for i in rng.permutation(len(window))]
+    for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
+        share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
+        optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
+        loss = -score(model, [demonstrations[i] for i in batch], args)[0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        bar.set_postfix(nll=f"{loss.item():.3f}", refresh=False)
+
+
+# ---------------------------------------------------------- 7. evaluation
+def evaluate(model, args: Args, split: str) -> dict[str, float]:
+    """Every task of a split, sampled and greedy, always from the same seed: evaluations compare."""
+    worlds = make_worlds(args, 1, split)
+    N = min(worlds[0].num_tasks, args.eval_episodes or sys.maxsize)
+    worlds += make_worlds(args, min(N, args.tasks * args.rollouts) - 1, split)
+    scenarios = getattr(worlds[0], "scenarios", range(N))
+    is_question, metrics = getattr(worlds[0], "is_question", [False] * N), {}
+    for suffix in ("", "_greedy"):
+        generator, played = torch.Generator(args.device).manual_seed(0), []
+        for first in range(0, N, len(worlds)):
+            tasks = list(range(first, min(first + len(worlds), N)))
+            played += rollout(model, worlds, tasks, tasks, args, generator, suffix == "_greedy")
+        failed = {scenarios[t.task] for t in played if not t.success}
+        asked = [t.success for t in played if is_question[t.task]]
+        figures = {"return": np.mean([sum(t.rewards) for t in played]), "success": np.mean([t.success for t in played])}
+        figures["scenarios"] = 1 - len(failed) / len({scenarios[t.task] for t in played})
+        figures |= {"questions": np.mean(asked)} if asked else {}
+        metrics |= {f"{key}{suffix}": float(value) for key, value in figures.items()}
+    for world in worlds:
+        world.close()
+    return metrics
+
+
+def behaviour(played: list[Trajectory]) -> dict[str, float]:
+    """Figures of an iteration's rollouts, and the habits that the paper counts (its appendix)."""
+    turns = [action for t in played for action in t.actions]
+    said = ["\n".join(t.actions).lower() for t in played]
+    last = [(t.replies[-2], t.actions[-1]) for t in played if len(t) > 1]
+    metrics = {
+        "rollout/return": [sum(t.rewards) for t in played],
+        "rollout/success": [t.success for t in played],
+        "rollout/length": [len(t) for t in played],
+        "rollout/tokens": [len(t.logps) for t in played],
+        "rollout/truncated": [t.fate == "ended" and not t.terminated for t in played],
+        "rollout/entropy": [-np.mean(t.logps) for t in played if t.logps],
+        "rollout/dropped": [t.fate == "dropped" for t in played],
+        "rollout/broken": [t.fate == "broken" for t in played],
+        "rollout/no_op": [len(t) == 1 and "complete_task" in t.actions[0] for t in played],
+        "habit/many_cells": [action.count("```") > 2 for action in turns],
+        "habit/api_docs": [text.count("show_api_doc") for text in said],
+        "habit/assum": [text.count("assum") for text in said],
+        "habit/dummy": [text.count("dummy") for text in said],
+        "habit/gave_up": [bool(FAILED.search(reply)) and "complete_task" in action for reply, action in last],
+    }
+    return {tag: float(np.mean(values or [0.0])) for tag, values in metrics.items()}
+
+
+# ---------------------------------------------------------- 8. save and resume
+LOGS = ("metrics.jsonl", "rollouts.jsonl")  # in the folder of a run, a line an iteration or a rollout
+
+
+def write(path: Path, records: list[dict], indent: int | None = None) -> None:
+    """JSON, a line each. The file appears whole or not at all: it is written under another name, then renamed."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(record, indent=indent) + "\n" for record in records), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read(path: Path) -> list[dict]:
+    """What `write` has written, a record a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def save(run: Path, state: dict, model) -> None:
+    """A checkpoint: the model, or its adapters, as a Hugging Face folder, all else in state.pt."""
+    folder = run / "checkpoints" / f"{state['iteration']:06d}"
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary / "actor")
+    model.tokenizer.save_pretrained(temporary / "actor")
+    torch.save(state, temporary / "state.pt")
+    temporary.replace(folder)  # from here on it counts; the one before is no longer needed
+    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
+        shutil.rmtree(older)
+
+
+def newest_checkpoint(run: str, flag: str) -> Path:
+    """The folder of a run's last checkpoint."""
+    folders = sorted(Path(run, "checkpoints").glob("[0-9]*[0-9]"))
+    if not folders:
+        stop(f"{flag} {run}: no checkpoint in it; give the folder of a run, as in runs/")
+    return folders[-1]
+
+
+# ---------------------------------------------------------- 9. training
+def main(args: Args) -> dict[str, float]:
+    """Warm start, then iterations of rollouts and updates; returns what it writes to summary.json."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    started, cpu_started = time.time(), time.process_time()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    try:
+        torch.zeros(1, device=args.device)
+    except (AssertionError, RuntimeError) as error:
+        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
+    rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
+    worlds = make_worlds(args, args.tasks * args.rollouts, "train")
+    difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
+    trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]
+    splits = ["dev", "test-normal", "test-challenge"] if "split" in options_of(worlds[0]) else ["dev"]
+
+    # --- the model of a checkpoint, or a new one
+    if args.resume:
+        run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
+        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
+        model = make_model(args, [], checkpoint)
+        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+    else:
+        dialogues = worlds[0].demonstrations(args.demonstrations, args.seed)
+        if not dialogues:
+            stop("--demonstrations 0: the tiny model's vocabulary is trained on them; give at least one")
+        model = make_model(args, [d["observations"][-1] for d in dialogues])
+        warm_start(model, [demonstrated(d, model.tokenizer) for d in dialogues], args, rng)
+
+    interrupted = []
+
+    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
+        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
+
+    signal.signal(signal.SIGINT, interrupt)
+
+    if not args.resume:
+        evaluations = {split: evaluate(model, args, split) for split in splits}
+        state = {"iteration": 0, "episodes": 0, "warm_start": evaluations, "evaluation": evaluations["dev"]}
+        now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
+        run = Path(args.runs) / f"{args.env}__{Path(__file__).stem}__{args.seed}__{now}"
+        logs = {name: [] for name in LOGS}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay)
+    modules = {"optimizer": optimizer}
+    if VARIANTS[args.variant]["kl"]:
+        modules["start_model"] = copy.deepcopy(model).requires_grad_(False)
+
+    def checkpoint_now():
+        state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
+        state["modules"] = {name: module.state_dict() for name, module in modules.items()}
+        state["rng"] = rng.bit_generator.state, generator.get_state()
+        save(run, state, model)
+
+    if args.resume:
+        for name, module in modules.items():
+            module.load_state_dict(state["modules"][name])
+        rng.bit_generator.state = state["rng"][0]
+        generator.set_state(state["rng"][1].cpu())
+    run.mkdir(parents=True, exist_ok=True)
+    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    for name in LOGS:
+        write(run / name, logs[name])
+    if not args.resume:
+        checkpoint_now()
+    print(f"{run}: the warm start returns {state['warm_start']['dev']['return']:.2f}")
+
+    # --- iterations
+    writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
+    todo = range(state["iteration"] + 1, args.iterations + 1)
+    for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
+        began = time.time()
+        # 1. K rollouts of some tasks
+        chosen = rng.choice(trained_on, args.tasks, replace=len(trained_on) < args.tasks)
+        tasks, seeds = chosen.repeat(args.rollouts).tolist(), rng.integers(2**31, size=args.tasks).repeat(args.rollouts)
+        played = rollout(model, worlds, tasks, seeds.tolist(), args, generator, may_drop=True)
+        rolled = time.time()
+
+        # 2. their advantages, and some steps
+        learned, advantage_N, filtered = advantages_of_groups(played, VARIANTS[args.variant]["normalise"])
+        metrics = behaviour(played)
+        metrics |= update(model, optimizer, learned, advantage_N, args, rng, modules.get("start_model"))
+        metrics["update/filtered"] = filtered
+
+        # 3. the books
+        state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)
+        metrics |= {"time/rollout": rolled - began, "time/update": time.time() - rolled}
+        metrics["time/tokens_per_second"] = sum(len(t.logps) for t in played) / (rolled - began)
+        if iteration % args.eval_every == 0 or iteration == args.iterations:
+            state["evaluation"] = evaluate(model, args, "dev")
+            metrics |= {f"eval/{key}": value for key, value in state["evaluation"].items()}
+        log(run, logs, writer, {"iteration": iteration} | metrics, played)
+        if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
+            checkpoint_now()
+        if interrupted:
+            print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
+            break
+    writer.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    summary = {f"eval_{key}": state["evaluation"][key] for key in ("return", "return_greedy", "success")}
+    summary |= {"warm_start_return": state["warm_start"]["dev"]["return"]}
+    for split in splits[1:]:
+        tests = {"warm_start_": state["warm_start"][split], "": evaluate(model, args, split)}
+        summary |= {
+            f"{split.replace('-', '_')}_{start}{key}": value for start, e in tests.items() for key, value in e.items()
+        }
+    state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
+    summary |= {key: state[key] for key in ("episodes", "seconds", "cpu_seconds")}
+    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    summary |= {"seed": args.seed, "commit": head or "unknown"}
+    write(run / "summary.json", [summary], indent=2)
+    print(json.dumps(summary))
+    for world in worlds:
+        world.close()
+    return summary
+
+
+def options_of(world) -> list[str]:
+    """What a world of this kind can be made with."""
+    return list(inspect.signature(type(world)).parameters)
+
+
+def make_worlds(args: Args, n: int, split: str) -> list:
+    """n worlds of a split, which a world without splits takes for all its tasks."""
+    try:
+        known = options_of(envs.make(args.env)) if n else ()
+        options = {key: value for key, value in {"split": split, "reward": args.reward}.items() if key in known}
+        worlds = [envs.make(args.env, **options) for _ in range(n)]
+    except (ValueError, envs.Unavailable) as error:
+        stop(f"--env {args.env}: {error}")
+    if worlds and not worlds[0].append_only:
+        stop(f"--env {args.env}: its text is written anew every turn, and here it must only grow; take archer.py")
+    return worlds
+
+
+def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], played: list[Trajectory]) -> None:
+    """The metrics to TensorBoard, metrics.jsonl and the terminal; four rollouts to rollouts.jsonl."""
+    iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
+    shown = {"return": "rollout/return", "success": "rollout/success", "no-op": "rollout/no_op"}
+    shown |= {"filtered": "update/filtered", "entropy": "rollout/entropy", "turns": "rollout/length"}
+    shown |= {"clipped": "update/clipped", "dev": "eval/success", "greedy": "eval/success_greedy"}
+    shown |= {"sgc": "eval/scenarios", "questions": "eval/questions"}
+    tqdm.write(line + "".join(f"  {name} {metrics[tag]:.2f}" for name, tag in shown.items() if tag in metrics))
+    for tag in metrics.keys() & METRICS.keys():
+        writer.add_scalar(tag, metrics[tag], iteration)
+    logs["metrics.jsonl"].append(metrics)
+    for t in played[:: max(1, len(played) // 4)]:
+        turns = [{"action": action, "reply": reply} for action, reply in zip(t.actions, t.replies, strict=True)]
+        about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "success": t.success}
+        logs["rollouts.jsonl"].append(about | {"fate": t.fate, "start": t.start, "turns": turns})
+    for name in LOGS:
+        write(run / name, logs[name])
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    if args.resume:  # the run's own arguments hold, unless given anew
+        newest_checkpoint(args.resume, "--resume")
+        saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
+        args = tyro.cli(Args, default=Args(**saved))
+    main(args)

@@ -1,0 +1,584 @@
+"""What loop_ppo.py promises: its equations, that a batch is no more than its parts, and that a run can be resumed.
+
+The world is a toy defined here: list a table, then copy the value that belongs to a name. The models have one or two
+layers. What they should compute is computed a second time, one rollout at a time, by a plain forward pass.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import envs
+import loop_ppo
+
+ROOT = Path(loop_ppo.__file__).parent
+
+NAMES = ["ann", "bob", "cid", "dot", "eve", "fay"]
+
+
+class Lookup(gymnasium.Env):
+    """A name is asked for; `list` shows the table, `answer 17` ends the episode. A guess earns nothing.
+
+    What is right can be known, so the best return is 1; who answers without looking is right once in 40 tries.
+    """
+
+    id = "lookup"
+    num_tasks = 600  # for training; 48 in the other splits
+    max_turns = 4
+    max_action_chars = 40
+    append_only = True
+    multiline = True
+    best_return = 1.0
+
+    def __init__(self, split: str = "train", reward: str = "fraction"):
+        offset = {"train": 0, "dev": 1000, "test-normal": 2000, "test-challenge": 3000}[split]
+        self.num_tasks = 600 if split == "train" else 48
+        self.tables = []
+        for i in range(self.num_tasks):
+            rng = random.Random(offset + i)
+            self.tables.append(dict(zip(rng.sample(NAMES, 4), rng.sample(range(10, 50), 4), strict=True)))
+        self.scenarios = tuple(i // 3 for i in range(self.num_tasks))
+        self.difficulties = tuple(1 + i % 3 for i in range(self.num_tasks))
+        self.is_question = tuple(i % 2 == 0 for i in range(self.num_tasks))
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.index = (options or {}).get("index", 0)
+        self.table, self.turn = self.tables[self.index], 0
+        self.name = list(self.table)[self.index % 4]
+        self.observation = f"value of {self.name}?\n> "
+        return self.observation, {"answer": f"lookup_{self.index}"}
+
+    def step(self, action):
+        action = action.strip()[: self.max_action_chars]
+        self.turn += 1
+        terminated, reward, reply = False, 0.0, "\nerror\n> "
+        if action == "list":
+            reply = "\n" + "\n".join(f"{name} {value}" for name, value in self.table.items()) + "\n> "
+        elif action.startswith("answer"):
+            terminated, reward, reply = True, float(action == f"answer {self.table[self.name]}"), "\ndone\n> "
+        self.observation += action + reply
+        truncated = not terminated and self.turn == self.max_turns
+        info = {"action": action}
+        if terminated or truncated:
+            info["episode"] = {"return": reward, "length": self.turn, "success": reward == 1}
+        return self.observation, reward, terminated, truncated, info
+
+    def demonstrations(self, n, seed, skill=0.5):
+        """Half of them answer without looking, or with the value of another name."""
+        rng, made = random.Random(seed), []
+        for _ in range(n):
+            observation, info = self.reset(options={"index": rng.randrange(self.num_tasks)})
+            d = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
+            value = self.table[self.name] if rng.random() < skill else rng.choice(list(self.table.values()))
+            for action in ["list"] * (rng.random() < 0.7) + [f"answer {value}"]:
+                observation, reward, terminated, _, _ = self.step(action)
+                d["observations"].append(observation)
+                d["actions"].append(action)
+                d["rewards"].append(reward)
+            made.append(d | {"terminated": terminated})
+        return made
+
+
+@pytest.fixture(autouse=True, scope="module")
+def toy():
+    envs.ENVS["lookup"] = envs.Entry(f"{__name__}:Lookup", "a toy of the tests")
+    yield
+    del envs.ENVS["lookup"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bits repeat on one thread only; and `main` takes over Ctrl-C, which pytest wants back."""
+    torch.set_num_threads(1)
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def small(**changes) -> loop_ppo.Args:
+    """Arguments that make a run small."""
+    usual = {"env": "lookup", "max_difficulty": 3, "width": 32, "layers": 2, "demonstrations": 60, "tasks": 3}
+    usual |= {"warm_start_epochs": 2, "rollouts": 4, "iterations": 2, "max_action_tokens": 6, "eval_episodes": 6}
+    return loop_ppo.Args(**usual | {"world_threads": 2} | changes)
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """A model that has seen some dialogues, so that it acts in different ways and ends its turns."""
+    torch.manual_seed(0)
+    args, dialogues = small(demonstrations=300), Lookup().demonstrations(300, 0)
+    model = loop_ppo.make_model(args, [d["observations"][-1] for d in dialogues])
+    demos = [loop_ppo.demonstrated(d, model.tokenizer) for d in dialogues]
+    loop_ppo.warm_start(model, demos, args, np.random.default_rng(0))
+    return model
+
+
+def play(model, args, tasks=(0, 0, 0, 1, 1, 1), seed=0, worlds=None, **options):
+    worlds = worlds or [Lookup() for _ in tasks]
+    generator = torch.Generator().manual_seed(seed)
+    return loop_ppo.rollout(model, worlds, list(tasks), [0] * len(tasks), args, generator, **options)
+
+
+@torch.no_grad()
+def plain_logps(model, t: loop_ppo.Trajectory) -> list[float]:
+    """Log-probs of the sampled tokens of one rollout by a plain forward pass of the whole model, unpadded."""
+    logp_TV = model(torch.tensor([t.ids])).logits[0].double().log_softmax(-1)
+    return [logp_TV[c - 1, t.ids[c]].item() for first, last in t.turns for c in range(first, last)]
+
+
+# ------------------------------------------------------------------------------------- the equations
+
+
+def test_e1_is_each_return_minus_the_mean_of_the_others():
+    """E1, written out; and it sums to zero."""
+    returns = [0.3, 1.0, 0.0, 0.7, 1.0]
+    naive = [r - sum(returns[:k] + returns[k + 1 :]) / 4 for k, r in enumerate(returns)]
+    found = loop_ppo.leave_one_out(torch.tensor(returns, dtype=torch.float64))
+    assert found.tolist() == pytest.approx(naive, abs=1e-12) and found.sum().item() == pytest.approx(0, abs=1e-12)
+    assert loop_ppo.leave_one_out(torch.ones(6)).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("lower_bound", ["minus", "over"])
+def test_e2_and_its_gradient_are_those_of_a_loop(lower_bound):
+    """E2: where the ratio is clipped there is no gradient, elsewhere it is the advantage."""
+    rng, clip = random.Random(0), 0.2
+    w = [rng.uniform(0.5, 1.6) for _ in range(200)]
+    advantages = [rng.uniform(-1, 1) for _ in w]
+    lowest = 1 - clip if lower_bound == "minus" else 1 / (1 + clip)
+    w_M = torch.tensor(w, dtype=torch.float64, requires_grad=True)
+    gain_M = loop_ppo.surrogate(w_M, torch.tensor(advantages, dtype=torch.float64), clip, lower_bound)
+    gain_M.sum().backward()
+    clipped = 0
+    for ratio, a, gain, gradient in zip(w, advantages, gain_M.tolist(), w_M.grad.tolist(), strict=True):
+        g = a + clip * abs(a) if a > 0 or lower_bound == "minus" else a / (1 + clip)
+        assert gain == pytest.approx(min(ratio * a, g), abs=1e-12)
+        is_clipped = ratio > 1 + clip if a > 0 else ratio < lowest
+        assert gradient == pytest.approx(0.0 if is_clipped else a, abs=1e-12)
+        clipped += is_clipped
+    assert 20 < clipped < 180
+
+
+def test_e3_e4_e5_are_products_over_tokens_turns_and_rollouts():
+    """E3, E4 and E5, written out."""
+    rng = random.Random(1)
+    rollout_M, turn_M = [0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 3]
+    new, old = ([rng.uniform(-3, 0) for _ in range(6)] for _ in range(2))
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in (new, old)] + [
+        torch.tensor(turn_M),
+        torch.tensor(rollout_M),
+    ]
+    owners = {"token": range(6), "turn": turn_M, "trajectory": rollout_M}
+    for level, owner in owners.items():
+        naive = [math.prod(math.exp(new[j] - old[j]) for j in range(6) if owner[j] == owner[i]) for i in range(6)]
+        assert loop_ppo.ratios(*tensors, level).tolist() == pytest.approx(naive, rel=1e-12)
+
+
+def test_e3_e4_e5_are_the_same_where_a_rollout_is_one_token():
+    new, old, one = torch.randn(5), torch.randn(5), torch.arange(5)
+    token, turn, trajectory = (loop_ppo.ratios(new, old, one, one, x) for x in ("token", "turn", "trajectory"))
+    assert torch.equal(token, turn) and torch.equal(token, trajectory)
+
+
+def test_e6_has_mean_zero_and_deviation_one():
+    """E6, written out."""
+    returns = torch.tensor([0.0, 1.0, 1.0, 0.5], dtype=torch.float64)
+    mean, n = returns.mean().item(), 4
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in returns.tolist()) / (n - 1))
+    naive = [(r - mean) / deviation for r in returns.tolist()]
+    assert loop_ppo.normalised(returns).tolist() == pytest.approx(naive, rel=1e-5)
+    assert loop_ppo.normalised(torch.ones(4)).tolist() == [0.0] * 4
+
+
+def test_e7_is_the_kl_divergence_on_average():
+    """E7: its mean over the policy's own tokens is the divergence."""
+    p, q = (torch.randn(6, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    penalty_V = loop_ppo.kl_penalty(p, q)
+    assert (penalty_V >= 0).all()
+    naive = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+    assert (p.exp() * penalty_V).sum().item() == pytest.approx(naive, rel=1e-9)
+
+
+def test_the_mean_of_rollouts_knows_no_batch():
+    x, owner = [1.0, 2.0, 3.0, 10.0, 20.0], [0, 0, 0, 1, 1]
+    found = loop_ppo.mean_of_rollouts(torch.tensor(x), torch.tensor(owner), 32)
+    assert found.item() == pytest.approx((2.0 + 15.0) / 32)
+
+
+# ------------------------------------------------------------------------------------- the rollouts
+
+
+def test_the_sampler_and_the_scorer_are_one_distribution(warm):
+    args = small(max_action_tokens=8)
+    played = play(warm, args, tasks=[i // 3 for i in range(24)])
+    assert len({len(t) for t in played}) > 1, "turns should differ, or this shows little"
+    scored = loop_ppo.score(warm, played, args)[0].split([len(t.logps) for t in played])
+    for t, logp_M in zip(played, scored, strict=True):
+        assert t.logps == pytest.approx(plain_logps(warm, t), abs=2e-4)
+        assert logp_M.tolist() == pytest.approx(plain_logps(warm, t), abs=2e-4)
+
+
+def test_tokens_are_kept_as_they_were_sampled_and_only_they_are_trained(warm):
+    tokenizer, end = warm.tokenizer, warm.tokenizer.eos_token_id
+    cut = 0
+    for t in play(warm, small(max_action_tokens=3), tasks=[i // 3 for i in range(12)]):
+        place = len(loop_ppo.prompt_ids(tokenizer, t.start))
+        assert t.ids[:place] == loop_ppo.prompt_ids(tokenizer, t.start)
+        for (first, last), action, reply in zip(t.turns, t.actions, t.replies, strict=True):
+            assert first == place and tokenizer.decode(t.ids[first:last], skip_special_tokens=True).strip() == action
+            assert end not in t.ids[first : last - 1]
+            forced = t.ids[last - 1] != end  # then the end of turn stands behind what counts
+            assert not forced or (last - first == 3 and t.ids[last] == end)
+            cut += forced
+            place = last + forced + len(loop_ppo.reply_ids(tokenizer, reply))
+            assert t.ids[last + forced : place] == loop_ppo.reply_ids(tokenizer, reply)
+        assert place == len(t.ids) and len(t.logps) == sum(last - first for first, last in t.turns)
+    assert cut
+
+
+def test_prompts_and_replies_get_no_gradient(warm):
+    """The loss does not change when the model's predictions of the world's tokens do, nor with padding."""
+    played = play(warm, small())
+    hidden = {}
+
+    def keep(_, __, output):
+        output.last_hidden_state.retain_grad()
+        hidden["BTH"] = output.last_hidden_state
+
+    handle = warm.base_model.register_forward_hook(keep)
+    loop_ppo.score(warm, played, small())[0].sum().backward()
+    handle.remove()
+    warm.zero_grad()
+    has_gradient = hidden["BTH"].grad.abs().sum(-1) > 0
+    for row, t in zip(has_gradient, played, strict=True):
+        predicts = {c - 1 for first, last in t.turns for c in range(first, last)}
+        assert set(row.nonzero()[:, 0].tolist()) == predicts
+
+
+def test_how_rows_share_a_batch_changes_nothing(warm):
+    """Greedy rollouts are the same alone and among others, whose turns and ends fall elsewhere."""
+    tasks = list(range(10))
+    together = play(warm, small(), tasks=tasks, greedy=True)
+    for task, t in zip(tasks, together, strict=True):
+        (alone,) = play(warm, small(), tasks=[task], greedy=True)
+        assert alone.ids == t.ids and alone.rewards == t.rewards
+        assert alone.logps == pytest.approx(t.logps, abs=2e-4)
+
+
+def test_threads_do_not_change_a_rollout(warm):
+    first, second = (play(warm, small(world_threads=n), tasks=[0, 0, 1, 1, 2, 2]) for n in (1, 4))
+    assert [vars(t) for t in first] == [vars(t) for t in second]
+
+
+def test_a_rollout_ends_where_the_context_does(warm):
+    prompt = len(loop_ppo.prompt_ids(warm.tokenizer, Lookup().reset()[0]))
+    played = play(warm, small(context=prompt + 20))
+    assert all(len(t.turns) and not t.terminated and not t.success for t in played if len(t.ids) > prompt + 14)
+    assert max(t.turns[-1][1] for t in played) <= prompt + 20
+    assert all(t.fate == "ended" and len(t) == 0 for t in play(warm, small(context=prompt + 2)))
+
+
+class Broken(Lookup):
+    """Task 1 breaks at once, task 2 in its first turn."""
+
+    def reset(self, seed=None, options=None):
+        if options["index"] == 1:
+            raise envs.WorldBroken("no server")
+        return super().reset(seed, options)
+
+    def step(self, action):
+        if self.index == 2:
+            raise envs.WorldBroken("time-out")
+        return super().step(action)
+
+
+def test_a_world_that_breaks_leaves_its_group(warm):
+    tasks = [0, 0, 0, 1, 1, 2, 2]
+    played = play(warm, small(), tasks=tasks, worlds=[Broken() for _ in tasks])
+    assert [t.fate for t in played] == ["ended"] * 3 + ["broken"] * 4
+    learned, advantage_N, _ = loop_ppo.advantages_of_groups(played, normalise=False)
+    assert [t.task for t in learned] == [0, 0, 0] and len(advantage_N) == 3
+
+
+def test_stragglers_are_dropped_when_enough_have_ended(warm):
+    args, tasks = small(finish_all=0.1, finish_each=0), [i // 4 for i in range(24)]
+    played = play(warm, args, tasks=tasks, may_drop=True)
+    dropped = [t for t in played if t.fate == "dropped"]
+    assert dropped and len(dropped) < 24
+    learned, _, _ = loop_ppo.advantages_of_groups(played, normalise=False)
+    assert not set(map(id, dropped)) & set(map(id, learned))
+    assert all(t.fate == "ended" for t in play(warm, args, tasks=tasks))
+
+
+def test_a_group_of_one_teaches_nothing():
+    t = loop_ppo.Trajectory(0, "", "", [1, 2], turns=[(1, 2)], rewards=[1.0])
+    learned, advantage_N, filtered = loop_ppo.advantages_of_groups([t], normalise=False)
+    assert (learned, len(advantage_N), filtered) == ([], 0, 1.0)
+
+
+# ------------------------------------------------------------------------------------- the updates
+
+
+def weights_after(model, played, advantage_N, args):
+    model = copy.deepcopy(model)
+    model.tokenizer = None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    metrics = loop_ppo.update(model, optimizer, played, advantage_N, args, np.random.default_rng(0))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics
+
+
+def test_on_policy_with_one_epoch_loop_is_rloo_to_the_bit(warm):
+    """One step on -A log pi, written out here, and LOOP's: the ratio is 1 and its gradient that of the logarithm."""
+    played = play(warm, small(), tasks=[i // 4 for i in range(12)])
+    learned, advantage_N, _ = loop_ppo.advantages_of_groups(played, normalise=False)
+    args = small(epochs=1, minibatch=0, micro_batch=100, min_advantage=0.0)
+    found, metrics = weights_after(warm, learned, advantage_N, args)
+    assert metrics["update/ratio"] == 1.0 and metrics["update/clipped"] == 0.0
+
+    model = copy.deepcopy(warm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    order = sorted(range(len(learned)), key=lambda i: len(learned[i].ids))
+    logp_M, _, rollout_M = loop_ppo.score(model, [learned[i] for i in order], args)
+    length_N = torch.bincount(rollout_M)
+    (-(logp_M * advantage_N[order][rollout_M] / length_N[rollout_M]).sum() / len(learned)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert torch.equal(found, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    rloo, _ = weights_after(warm, learned, advantage_N, replace(args, variant="rloo", epochs=0, minibatch=5))
+    assert torch.equal(found, rloo)
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+def test_a_batch_of_eight_is_eight_of_one(warm, level):
+    played = play(warm, small(), tasks=[0] * 4 + [1] * 4)
+    advantage_N = torch.tensor([0.5, -0.5, 0.3, -0.3, 1.0, -1.0, 0.2, -0.2])
+    args = small(minibatch=8, epochs=2, level=level)
+    whole, _ = weights_after(warm, played, advantage_N, replace(args, micro_batch=8))
+    parts, _ = weights_after(warm, played, advantage_N, replace(args, micro_batch=1))
+    start = torch.cat([p.detach().flatten() for p in warm.parameters()])
+    assert (whole - start).abs().max() > 1e-4
+    assert torch.allclose(whole, parts, atol=2e-5)
+
+
+def test_small_advantages_are_left_out_and_an_empty_minibatch_is_no_error(warm):
+    played = play(warm, small())
+    start = torch.cat([p.detach().flatten() for p in warm.parameters()])
+    same, metrics = weights_after(warm, played, torch.full((6,), 0.009), small(minibatch=2))
+    assert torch.equal(same, start) and metrics["update/grad_norm"] == 0
+    some = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    moved, _ = weights_after(warm, played, some, small(minibatch=2))
+    assert not torch.equal(moved, start)
+
+
+def test_a_log_ratio_too_large_stops_the_iteration(warm):
+    played = play(warm, small())
+    _, metrics = weights_after(warm, played, torch.ones(6), small(minibatch=2, max_log_ratio=1e-6))
+    assert metrics["update/stopped"] == 1.0
+
+
+def test_a_scorer_that_is_not_the_sampler_is_noticed(warm, capfd):
+    """The ratio before the first step is checked: here the weights change between the old log-probs and the step."""
+    played, model = play(warm, small()), copy.deepcopy(warm)
+    original = loop_ppo.score
+    calls = []
+
+    def drifting(model, *rest):
+        if calls:
+            with torch.no_grad():
+                model.get_output_embeddings().weight[5:9] += 0.5
+        calls.append(1)
+        return original(model, *rest)
+
+    loop_ppo.score = drifting
+    try:
+        with pytest.raises(SystemExit):
+            weights_after(model, played, torch.ones(6), small(micro_batch=100))
+    finally:
+        loop_ppo.score = original
+    assert "ratio is not 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_logits_in_chunks_are_the_same(warm, chunk):
+    played = play(warm, small())
+    whole = loop_ppo.score(warm, played, small())[0]
+    assert torch.allclose(loop_ppo.score(warm, played, small(logit_chunk=chunk))[0], whole, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(warm):
+    played, advantage_N = play(warm, small()), torch.tensor([0.5, -0.5, 0.3, -0.3, 1.0, -1.0])
+    plain, _ = weights_after(warm, played, advantage_N, small())
+    model = copy.deepcopy(warm)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    saved, _ = weights_after(model, played, advantage_N, small(gradient_checkpointing=True, logit_chunk=16))
+    assert torch.allclose(plain, saved, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------- words and chats
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["apis.mail.show(id=12)", "Ann Lee's mail", "a  b\n  c_d 12-05 ", "é 日本 🐕", "\x00\t\r", "12ab zz99 x", ""],
+)
+def test_the_vocabulary_can_write_every_text(warm, text):
+    assert warm.tokenizer.decode(loop_ppo.encode(warm.tokenizer, text)) == text
+
+
+def test_a_word_is_one_token_wherever_it_stands(warm):
+    tokens = {tuple(loop_ppo.encode(warm.tokenizer, text)[-1:]) for text in ("ann", "of ann", "\nann", "'ann", "  ann")}
+    assert len(tokens) == 1 and len(loop_ppo.encode(warm.tokenizer, "ann")) == 1
+
+
+def test_a_chat_template_frames_prompts_and_replies(warm):
+    tokenizer = copy.deepcopy(warm.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert loop_ppo.frame(tokenizer) == ("[user]", "[user]", "<|endoftext|>[assistant]")
+    assert tokenizer.decode(loop_ppo.reply_ids(tokenizer, "ann")) == "[user]ann<|endoftext|>[assistant]"
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def run_of(tmp_path, **changes):
+    summary = loop_ppo.main(small(runs=str(tmp_path), **changes))
+    (folder,) = tmp_path.iterdir()
+    return folder, summary
+
+
+def results(folder):
+    """What two runs of the same arguments share, and the last model's weights."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
+    model = loop_ppo.newest_checkpoint(str(folder), "") / "actor" / "model.safetensors"
+    return rows, (folder / "rollouts.jsonl").read_text(), model.read_bytes()
+
+
+@pytest.mark.parametrize("variant", ["loop", "grpo"])
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, variant):
+    folder, _ = run_of(tmp_path / "whole", iterations=4, variant=variant)
+    half, _ = run_of(tmp_path / "half", iterations=2, variant=variant, eval_every=4)
+    saved = json.loads((half / "args.json").read_text())
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(half), "iterations": 4, "eval_every": 10}))
+    whole, resumed = results(folder), results(half)
+    for row in whole[0] + resumed[0]:  # an evaluation at the end of the half run has no part in it
+        for tag in [tag for tag in row if tag.startswith("eval/")]:
+            del row[tag]
+    assert whole == resumed
+
+
+def test_groups_that_all_earned_the_same_are_logged(tmp_path):
+    """With one token a turn nobody can answer: every return is 0 and every group filtered."""
+    folder, _ = run_of(tmp_path, iterations=1, max_action_tokens=1)
+    assert results(folder)[0][0]["update/filtered"] == 1.0
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path):
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import envs, loop_ppo, test_loop_ppo as t\n"
+        "envs.ENVS['lookup'] = envs.Entry('test_loop_ppo:Lookup', 'toy')\n"
+        f"loop_ppo.main(t.small(runs={str(tmp_path)!r}, iterations=10_000, save_every=1))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    while not list(tmp_path.glob("*/checkpoints/000003")) and time.time() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (folder,) = tmp_path.iterdir()
+    saved = json.loads((folder / "args.json").read_text())
+    last = int(loop_ppo.newest_checkpoint(str(folder), "").name)
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": last + 1}))
+    rows, _, _ = results(folder)
+    assert [row["iteration"] for row in rows] == list(range(1, last + 2))
+
+
+def test_the_summary_has_the_test_splits(tmp_path):
+    folder, summary = run_of(tmp_path)
+    for split in ("test_normal", "test_challenge"):
+        for key in ("success", "scenarios", "questions", "success_greedy"):
+            assert 0 <= summary[f"{split}_{key}"] <= 1 and 0 <= summary[f"{split}_warm_start_{key}"] <= 1
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+class Forgetful(Lookup):
+    append_only = False
+
+
+def test_a_world_that_rewrites_its_text_is_one_line(capfd):
+    envs.ENVS["forgetful"] = envs.Entry(f"{__name__}:Forgetful", "a toy of the tests")
+    try:
+        with pytest.raises(SystemExit):
+            loop_ppo.main(small(env="forgetful"))
+    finally:
+        del envs.ENVS["forgetful"]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "forgetful" in line and "must only grow" in line
+
+
+def test_lora_without_its_package_is_one_line(capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SystemExit):
+        loop_ppo.make_model(small(lora=True), ["a b c"])
+    assert "pip install peft" in capfd.readouterr().err
+
+
+@pytest.mark.external
+def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, warm):
+    """Only the adapters move; peft itself loads what was saved, and a resumed run goes on with it."""
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    warm.save_pretrained(tmp_path / "base")
+    warm.tokenizer.save_pretrained(tmp_path / "base")
+    options = {"model": str(tmp_path / "base"), "lora": True, "warm_start_epochs": 0}
+    args = small(**options)
+    model = loop_ppo.make_model(args, [])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) > 0 and all(
+        "lora" in n for n, p in model.named_parameters() if p.requires_grad
+    )
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    loop_ppo.update(model, optimizer, play(model, args), torch.ones(6), args, np.random.default_rng(0))
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    (tmp_path / "run").mkdir()
+    loop_ppo.save(tmp_path / "run", {"iteration": 1}, model)
+
+    checkpoint, ids = loop_ppo.newest_checkpoint(str(tmp_path / "run"), ""), torch.tensor([[5, 6, 7]])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before, after = base(ids).logits, model(ids).logits
+    assert not torch.allclose(before, after, atol=1e-3)
+    assert torch.allclose(peft.PeftModel.from_pretrained(base, checkpoint / "actor")(ids).logits, after, atol=1e-5)
+    ours = loop_ppo.make_model(args, [], checkpoint)
+    assert torch.allclose(ours(ids).logits, after, atol=1e-5)
+    assert sum(p.requires_grad for p in ours.parameters()) == len(trained)
+    folder, _ = run_of(tmp_path / "runs", iterations=1, **options)
+    saved = json.loads((folder / "args.json").read_text())
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_toy_world_is_solved(tmp_path, seed):
+    """LOOP raises the share of new tables that it reads right; the warm start answers at random half of the time."""
+    options = {"width": 64, "demonstrations": 3000, "warm_start_epochs": 6, "eval_episodes": 0, "minibatch": 32}
+    _, summary = run_of(tmp_path, seed=seed, iterations=40, tasks=16, rollouts=6, eval_every=40, **options)
+    assert summary["eval_success"] > summary["warm_start_return"] + 0.3

@@ -1,0 +1,42 @@
+"""benchmarks/loop_table.py: every row runs, runs once, and lands in the document."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import loop_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_quick_table(tmp_path):
+    """All rows for two seeds; a second call runs nothing and finds the same figures."""
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{loop_table.START}\nold\n{loop_table.END}\nafter\n")
+    command = [sys.executable, ROOT / "benchmarks/loop_table.py", "--quick", "--runs", tmp_path / "runs", "--out", page]
+    first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert first.returncode == 0, first.stderr[-2000:]
+    runs = sorted((tmp_path / "runs").glob("*/*"))
+    assert len(runs) == 2 * len(loop_table.ROWS)
+    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*/*")) == sorted(
+        path for run in runs for path in run.iterdir()
+    )
+    text = page.read_text()
+    assert text.startswith(f"before\n{loop_table.START}\n| method") and text.endswith(f"{loop_table.END}\nafter\n")
+    for row in loop_table.ROWS:
+        assert re.search(rf"^\| {re.escape(row)} \| \d+\.\d ± \d", text, re.M), row
+    assert "| warm start |" in text and "71.3 / 53.6 / 45.7 / 26.6" in text
+
+
+def test_a_page_without_marks_is_one_line(tmp_path, capfd):
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(SystemExit) as caught:
+        loop_table.main(loop_table.Args(out=page, runs=tmp_path / "runs"))
+    assert caught.value.code == 2 and len(capfd.readouterr().err.splitlines()) == 1
+    assert page.read_text() == "nothing here" and not (tmp_path / "runs").exists()
