@@ -6,7 +6,7 @@
 # ///
 """LGE: a Guide prunes the thousand valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.
 
-    python lge_drrn.py --task find-living-thing          # @@
+    python lge_drrn.py --task find-living-thing          # 1,500 steps of 8 worlds; what to expect: docs/lge_drrn.md
     python lge_drrn.py --guide none                      # the explorer alone: plain DRRN
     python lge_drrn.py --explorer random                 # the floor
     python lge_drrn.py --steps 100000 --memory 100000    # the paper's length
@@ -69,7 +69,7 @@ class Args:
     guide: str = "auto"  # folder that guide_simcse.py has saved; auto: the newest in --runs, if any; none: plain DRRN
     explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
     seed: int = 1  # of everything random in the run
-    steps: int = 2_000  # of each world (paper: 100,000)
+    steps: int = 1_500  # of each world (paper: 100,000)
     worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
     step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
