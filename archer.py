@@ -68,6 +68,8 @@ from envs.datasets import read_dialogues
 class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
+    rom: str = ""  # your copy of detective.z5, for --env detective
+    webshop_data: str = ""  # folder of the published items and instructions, for --env webshop
     seed: int = 1  # of everything random in the run
     iterations: int = 50  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -624,7 +626,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, trajectories, 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, args: Args) -> dict[str, float]:
     """Every task of the world, sampled and greedy, always from the same seed: evaluations compare."""
-    tasks, metrics = list(range(envs.make(args.env).num_tasks)), {}
+    tasks, metrics = list(range(make_worlds(args, 1).envs[0].num_tasks)), {}
     for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
         indices, generator = tasks * passes, torch.Generator(args.device).manual_seed(0)
         worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))
@@ -817,8 +819,9 @@ def main(args: Args) -> dict[str, float]:
 
 def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
     """n worlds in lockstep."""
+    options = {"oracle": args.oracle, "rom": args.rom, "data": args.webshop_data}
     try:
-        return envs.VecTextEnv(args.env, n, **({"oracle": args.oracle} if args.oracle else {}))
+        return envs.VecTextEnv(args.env, n, **{name: value for name, value in options.items() if value})
     except (ValueError, envs.Unavailable) as error:
         stop(f"--env {args.env}: {error}")
 

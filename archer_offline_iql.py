@@ -66,6 +66,8 @@ from envs.datasets import make_dialogues, read_dialogues
 class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists; it makes the data, and evaluates
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
+    rom: str = ""  # your copy of detective.z5, for --env detective
+    webshop_data: str = ""  # folder of the published items and instructions, for --env webshop
     seed: int = 1  # of everything random in the run, but for the data
     iterations: int = 20  # rounds of critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -613,7 +615,7 @@ def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, floa
 
     `known` are all utterances of the data. Returns the sampled dialogues, too. Imitation has no critic to be judged.
     """
-    tasks = list(range(envs.make(args.env).num_tasks))
+    tasks = list(range(make_worlds(args, 1).envs[0].num_tasks))
     indices, generator = tasks * max(1, round(args.eval_episodes / len(tasks))), torch.Generator(args.device)
     worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))
     played, _ = rollout(actor, worlds, args, generator.manual_seed(0), seeds, indices)
@@ -797,8 +799,9 @@ def main(args: Args) -> dict[str, float]:
 
 def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
     """n worlds in lockstep."""
+    options = {"oracle": args.oracle, "rom": args.rom, "data": args.webshop_data}
     try:
-        return envs.VecTextEnv(args.env, n, **({"oracle": args.oracle} if args.oracle else {}))
+        return envs.VecTextEnv(args.env, n, **{name: value for name, value in options.items() if value})
     except (ValueError, envs.Unavailable) as error:
         stop(f"--env {args.env}: {error}")
 

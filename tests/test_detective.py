@@ -39,10 +39,38 @@ HOSTILE = [
     *("これは動物ですか？", "هل هو", "Кто вор?", "🔍" * 90, "\ud800 lone surrogate", "north\u2028west", "</s><pad>"),
     *("a" * 1_000_000, "take " * 200_000, "(" * 5000, "." * 5000, "north." * 1000, ",,,,", "then then", "é" * 198),
 ]
-COMMANDS = "save restore restart quit q script unscript noscript transcript transcrip undo again g oops".split()
-COMMANDS += (
-    "recording replay superbrief purloin gonear goto showobj showverb tree scope trace random help verify".split()
-)
+COMMANDS = [
+    "save",
+    "restore",
+    "restart",
+    "quit",
+    "q",
+    "script",
+    "unscript",
+    "noscript",
+    "transcript",
+    "transcrip",
+    "undo",
+    "again",
+    "g",
+    "oops",
+]
+COMMANDS += [
+    "recording",
+    "replay",
+    "superbrief",
+    "purloin",
+    "gonear",
+    "goto",
+    "showobj",
+    "showverb",
+    "tree",
+    "scope",
+    "trace",
+    "random",
+    "help",
+    "verify",
+]
 
 
 def start(**options):
@@ -105,12 +133,12 @@ def test_without_jericho(monkeypatch, tmp_path):
     rom.write_bytes(b"a story")
     monkeypatch.setattr(dt, "MD5", hashlib.md5(b"a story").hexdigest())
     monkeypatch.setitem(sys.modules, "jericho", None)
-    with pytest.raises(envs.Unavailable, match="^detective needs the package jericho: pip install jericho$"):
+    with pytest.raises(envs.Unavailable, match=r"^detective needs the package jericho: pip install jericho$"):
         envs.make("detective", rom=rom)
 
 
 def test_an_unknown_matching_is_refused():
-    with pytest.raises(ValueError, match="^matching: 'loose' is none of strict, paper$"):
+    with pytest.raises(ValueError, match=r"^matching: 'loose' is none of strict, paper$"):
         envs.make("detective", matching="loose")
 
 
@@ -265,7 +293,7 @@ def test_nothing_reaches_the_interpreter_itself(matching, monkeypatch, tmp_path)
     texts = [*COMMANDS, *(f"look. {command}" for command in COMMANDS), *(f"{c.upper()},x" for c in COMMANDS)]
     for n, text in enumerate(texts):
         world.turns = 1
-        observation, reward, *_ = world.step(text)
+        observation, _reward, *_ = world.step(text)
         assert "Illegal Action." in observation and world.moment is before, text
     assert os.listdir(tmp_path) == []
 
