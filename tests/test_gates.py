@@ -434,7 +434,6 @@ HOW_TO_RUN = [
     ("python lge_drrn.py", "TINY", ""),
     ("python loop_ppo.py --resume", "", ""),
     ("python loop_ppo.py", "TINY", ""),
-    ("python benchmarks/loop_table.py", "--quick", ""),
     ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
     ("python benchmarks/table1.py", "--quick", ""),
     ("python benchmarks/theory_fpe.py", "--quick", ""),
