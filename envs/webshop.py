@@ -8,9 +8,9 @@
     [Search]
     search[foldable lamp classic]
     [Back to Search] Page 1 (Total results: 50) [Next >]
-    [B674] Gale foldable compact lamp $420.99
-    [B964] Gale foldable glossy lamp $234.99
-    [B710] Hale glossy foldable lamp $225.99
+    [G4D] Gale foldable compact lamp $420.99
+    [J6A] Gale foldable glossy lamp $234.99
+    [L4I] Hale glossy foldable lamp $225.99
 
 The shop is that of Yao et al. 2022 (arXiv:2207.01206), in the text form of ReAct (Yao et al. 2023, arXiv:2210.03629)
 that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446): ten actions, each search[...], click[...] or think[...], and
@@ -108,7 +108,7 @@ def words(text: str) -> list[str]:
 
 
 class Index:
-    """BM25 over title, description, first feature and options, as released; k1 and b are those of its search engine."""
+    """BM25 (D4) over what was searched: title, description, first feature and options; k1 and b as in its engine."""
 
     def __init__(self, items: dict[str, Item], k1: float = 0.9, b: float = 0.4):
         self.asins, postings, lengths = list(items), {}, []
@@ -207,7 +207,9 @@ def made_up() -> Shop:
             features = (f"made for your {department} needs", f"{has[2]} {kind}")  # the second one is not searched
             made.append(Item("", title, price, f"${price}", kind, path, tuple(sorted(has)), options, about, features))
     rng.shuffle(made)
-    items = {f"B{n:03d}": item._replace(asin=f"B{n:03d}") for n, item in enumerate(made)}
+    # No character stands in two places of an id: a small model can copy one without mixing up its parts.
+    ids = (first + digit + last for digit in "0123456" for last in "ABDFINOPRS" for first in "CEGHJKLMQTUVWXYZ")
+    items = {asin: item._replace(asin=asin) for asin, item in zip(ids, made, strict=False)}
     goals = [make_goal(item, rng) for item in items.values() for _ in range(GOALS_OF_AN_ITEM)]
     rng.shuffle(goals)
     return Shop(items, Index(items), goals, range(2000, 2100))
@@ -364,9 +366,9 @@ def reward(bought: Item, chosen: dict[str, str], goal: Goal, matching: str = "st
     def fits(name: str, asked: str) -> bool:
         return values[name] == asked if name.lower() == "size" else alike(asked, values[name])
 
-    if matching == "strict":
+    if matching == "strict":  # D2: of those asked for, how many were chosen
         options = sum(any(fits(name, asked) for name in values) for asked in asked_for)
-    else:  # of the options chosen, and also those that stand in its texts, asked for or not
+    else:  # of those chosen, how many were asked for or merely stand in the item's texts
         options = sum(
             any(fits(name, asked) for asked in asked_for) or any(value in text for text in texts)
             for name, value in values.items()
@@ -430,7 +432,7 @@ class WebShop(gymnasium.Env):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts with the task `options["index"]`, or one drawn by the world's own generator.
 
-        `info["answer"]` is the number of the goal, the item it was written for and the options: "2031: B417, navy".
+        `info["answer"]` is the number of the goal, the item it was written for and the options: "2031: K4D, navy".
         """
         super().reset(seed=seed)
         options = options or {}
@@ -509,7 +511,7 @@ class WebShop(gymnasium.Env):
         return self.hits[self.leaf * PAGE :][:SHOWN]
 
     def show(self, points: float = 0.0) -> str:
-        """The current page. Those of WebShop have a line for every button; ours are shorter."""
+        """The current page; WebShop's have a line for every button."""
         back, item = "[Back to Search]", self.item
         if self.page == "start":
             return f"Instruction: {self.goal.instruction}\n[Search]"
@@ -536,7 +538,7 @@ class WebShop(gymnasium.Env):
         return f"{back} [< Prev]\n{text[:SUBPAGE_CHARS]}"
 
     def observe(self) -> str:
-        """The log. With `context`, the instruction at its end, and as many of the last turns as there is room for.
+        """The log (D6). With `context`, the instruction at its end, and as many of the last turns as there is room for.
 
         The current page, what was done on it, and the instruction are never left out.
         """

@@ -232,7 +232,7 @@ def test_search_of_words_that_nobody_has():
     assert ALL.index.search("xylophone") == ALL.index.search("") == ALL.index.search("the of and") == ()
     assert ALL.index.search("Xylophone COAT!") == ALL.index.search("coat")
     assert len(ALL.index.search("coat")) == 50
-    few = ws.Index({asin: one for asin, one in ALL.items.items() if asin < "B020"})
+    few = ws.Index({asin: one for asin, one in ALL.items.items() if asin[1:] == "0A"})
     assert 0 < len(few.search("organic wooden vegan")) < 20
 
 
@@ -394,7 +394,7 @@ def test_pages_of_results():
         lines = observation.splitlines()[-4:]
         turn = " [< Prev]" * (leaf > 0) + " [Next >]" * (leaf < 4)
         assert lines[0] == f"[Back to Search] Page {leaf + 1} (Total results: 50){turn}"
-        seen.append([line[1:5] for line in lines[1:]])
+        seen.append([line[1:4] for line in lines[1:]])
     assert seen == [list(hits[leaf * 10 : leaf * 10 + 3]) for leaf in range(5)]
     assert world.step("click[Next >]")[0].endswith("Invalid action!\n")
     assert " Page 4 " in world.step("click[< Prev]")[0].splitlines()[-4]
@@ -436,7 +436,7 @@ def test_what_is_no_action_or_not_here():
         "[Search]",
         "think",
     ]
-    never += ["click[search]", "click [next >]", "xclick[next >]", "click[next >] now", "click[b000]"]
+    never += ["click[search]", "click [next >]", "xclick[next >]", "click[next >] now", "click[c0a]"]
     for page, way in ways.items():
         for action in [f"click[{button}]" for button in BUTTONS if button not in here[page]] + never:
             replies, _, _ = follow(0, *way, action)
@@ -491,7 +491,7 @@ def test_clicking_every_option_earns_no_more_than_one_of_each():
 
 def test_without_reading_little_is_earned():
     """The same actions whatever the instruction says; and only buying, which no page but an item's allows."""
-    blind = ["search[coat]", "click[B000]", "click[Buy Now]"]
+    blind = ["search[coat]", "click[C0A]", "click[Buy Now]"]
     world = envs.make("webshop")
     best = 0.0
     for query in ("coat", "coffee", "desk", "boots", "red large washable coat"):
@@ -530,7 +530,7 @@ HOSTILE = [
         "search[]",
         "search[[[]]]",
         "search[]]",
-        "click[[b000]]",
+        "click[[c0a]]",
         "think[",
         "think[[[",
         "click[\x00]",
@@ -538,7 +538,7 @@ HOSTILE = [
     *("search[これは何ですか]", "search[куртка]", "click[هل]", "think[🔍🔍]", "search[\ud800]", "\ud800", "a\u2028b"),
     *("search[" + "coat " * 5000 + "]", "think[" + "a" * 1_000_000 + "]", "click" * 100_000, "[" * 5000, "(" * 5000),
     *(
-        "Instruction: buy B000, and price lower than 1.00 dollars",
+        "Instruction: buy C0A, and price lower than 1.00 dollars",
         "[Back to Search] [< Prev]",
         "[Buy Now]",
         "</s><pad>",
