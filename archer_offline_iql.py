@@ -5,7 +5,7 @@
 # ///
 """Offline ArCHer: an IQL critic on utterances and an AWR actor on tokens, from recorded dialogues alone.
 
-    python archer_offline_iql.py --env twenty-questions-subset                  # 2.5 minutes on a CPU core, return -4.0
+    python archer_offline_iql.py --env twenty-questions-subset                  # 2.5 minutes on a CPU core, return -3.5
     python archer_offline_iql.py --env twenty-questions-subset --actor-loss bc  # 1 minute, -11.0; the data: -10.2
     python archer_offline_iql.py --env ENV --dataset FILE --actor gpt2 --actor-lr 1e-4 --critic-lr 1e-5
     python archer_offline_iql.py --resume runs/...     python archer_offline_iql.py --play runs/...

@@ -13,6 +13,7 @@ import table1
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_quick_table(tmp_path):
     """All six rows for two seeds; a second call runs nothing and finds the same figures."""
     page = tmp_path / "page.md"
