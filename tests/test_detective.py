@@ -23,12 +23,27 @@ MISSING = envs.missing("detective")
 
 HOSTILE = [
     *("", " ", "\n", "\nnorth", "[[[((({{{<<<|*+?.^$\\", "%s%n{0}", "\x00\x07\x1b[31mred\x1b[0m\x7f", "\t\r\x0b\x0c"),
-    *("Actions:", "none", "Illegal Action.", "go", "go go go", "take", "take all but all", "it", "examine me", '"', "'"),
+    *(
+        "Actions:",
+        "none",
+        "Illegal Action.",
+        "go",
+        "go go go",
+        "take",
+        "take all but all",
+        "it",
+        "examine me",
+        '"',
+        "'",
+    ),
     *("これは動物ですか？", "هل هو", "Кто вор?", "🔍" * 90, "\ud800 lone surrogate", "north\u2028west", "</s><pad>"),
     *("a" * 1_000_000, "take " * 200_000, "(" * 5000, "." * 5000, "north." * 1000, ",,,,", "then then", "é" * 198),
 ]
-COMMANDS = "save restore restart quit q script unscript noscript transcript transcrip undo again g oops".split()
-COMMANDS += "recording replay superbrief purloin gonear goto showobj showverb tree scope trace random help verify".split()
+COMMANDS = [
+    *("save", "restore", "restart", "quit", "q", "script", "unscript", "noscript", "transcript", "transcrip", "undo"),
+    *("again", "g", "oops", "recording", "replay", "superbrief", "purloin", "gonear", "goto", "showobj", "showverb"),
+    *("tree", "scope", "trace", "random", "help", "verify"),
+]
 
 
 def start(**options):
@@ -79,7 +94,9 @@ def test_another_file_never_reaches_the_interpreter(content, monkeypatch, tmp_pa
     rom = tmp_path / "detective.z5"
     rom.write_bytes(content)
     monkeypatch.setenv("DETECTIVE_ROM", str(rom))
-    said = r"^detective: \S+detective.z5 is not the story file with the md5 822655c9be83e292e06d3d3b1d6a9734; give [^\n]*$"
+    said = (
+        r"^detective: \S+detective.z5 is not the story file with the md5 822655c9be83e292e06d3d3b1d6a9734; give [^\n]*$"
+    )
     with pytest.raises(envs.Unavailable, match=said):
         envs.make("detective")
 
@@ -89,12 +106,12 @@ def test_without_jericho(monkeypatch, tmp_path):
     rom.write_bytes(b"a story")
     monkeypatch.setattr(dt, "MD5", hashlib.md5(b"a story").hexdigest())
     monkeypatch.setitem(sys.modules, "jericho", None)
-    with pytest.raises(envs.Unavailable, match="^detective needs the package jericho: pip install jericho$"):
+    with pytest.raises(envs.Unavailable, match=r"^detective needs the package jericho: pip install jericho$"):
         envs.make("detective", rom=rom)
 
 
 def test_an_unknown_matching_is_refused():
-    with pytest.raises(ValueError, match="^matching: 'loose' is none of strict, paper$"):
+    with pytest.raises(ValueError, match=r"^matching: 'loose' is none of strict, paper$"):
         envs.make("detective", matching="loose")
 
 
@@ -116,6 +133,7 @@ def test_players_read_the_last_line():
 
 
 # --------------------------------------------------------------------------------------- with the game
+
 
 def with_the_game(test):
     return pytest.mark.external(pytest.mark.skipif(MISSING is not None, reason=MISSING or "")(test))
@@ -182,7 +200,7 @@ def test_only_what_is_listed_is_legal():
             assert lines[2] == "Illegal Action." and lines[:2] + lines[3:] == observation.split("\n")[:2] + lines[3:]
             assert listed(after) == actions and reward == 0.0 and world.moment is world.story.start
     for action in actions:
-        small, capital = follow([action]), follow([f" {action.upper()} \nand more"])
+        small, capital = (follow([text]) for text in (action, f" {action.upper()} \nand more"))
         assert small[0] == capital[0] and "Illegal Action." not in small[0][1]
 
 
@@ -246,9 +264,9 @@ def test_nothing_reaches_the_interpreter_itself(matching, monkeypatch, tmp_path)
     world.step("take paper")
     before = world.moment
     texts = [*COMMANDS, *(f"look. {command}" for command in COMMANDS), *(f"{c.upper()},x" for c in COMMANDS)]
-    for n, text in enumerate(texts):
+    for text in texts:
         world.turns = 1
-        observation, reward, *_ = world.step(text)
+        observation, *_ = world.step(text)
         assert "Illegal Action." in observation and world.moment is before, text
     assert os.listdir(tmp_path) == []
 
@@ -287,7 +305,9 @@ def test_ten_thousand_hostile_actions(matching):
         observation, reward, terminated, truncated, info = world.step(action)
         assert "zqx" not in observation and "/" not in observation and len(observation) < 5000
         assert reward in (0.0, 10.0, 20.0, 30.0, 40.0) and (matching == "paper" or reward < 20)
-        assert observation.rstrip("\n").rpartition("\n")[2].startswith("Actions: ") and observation.isprintable() is False
+        assert (
+            observation.rstrip("\n").rpartition("\n")[2].startswith("Actions: ") and observation.isprintable() is False
+        )
         assert set(info) == ({"action", "episode"} if terminated or truncated else {"action"})
         if terminated or truncated:
             observation, _ = world.reset()
