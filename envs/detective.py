@@ -16,11 +16,11 @@ last action did, and the available actions; the reward is the change of the game
     needs        jericho (`pip install jericho`: Linux, gcc, make; GPL-2) and a copy of detective.z5 of your own. No
                  text of the game is in this file. Without them: mini-detective, a mystery of our own
     tasks        one, always the same: nothing in the game is left to chance
-    ends         the arrest, a death (three houses one should not enter), or 60 turns
+    ends         the arrest, a death (eight places one should not enter; it costs nothing), or 60 turns
     success      the arrest, with or without all points
 
   D1  What is not listed is answered "Illegal Action.", changes nothing and costs a turn. The authors' code gives any
-      text to the game: `matching="paper"`, except commands to the interpreter itself, see BLOCKED.
+      text to the game: `matching="paper"`, except for what would leave or bend the game (`Story.blocked`).
   D2  Jericho finds the things that an action may be about with a spaCy model; we take the last word of their names,
       and try nothing with two things that one carries. In this game that finds the same.
   D3  Feedback does not repeat the surroundings, which the game describes again when one enters a room.
@@ -44,8 +44,7 @@ from envs.datasets import dialogue
 ILLEGAL = "Illegal Action."
 WAYS = ["north", "south", "east", "west", "up", "down"]
 MD5 = "822655c9be83e292e06d3d3b1d6a9734"  # of the one story file that Jericho knows as Detective
-# Beyond what the game's dictionary marks as "meta" (save, restore, quit, script, help and the debugging verbs).
-BLOCKED = {"undo", "again", "g", "oops"}
+TAKE_BACK = {"undo", "again", "g", "oops"}  # commands about earlier commands
 
 # ------------------------------------------------------------------------- 1. the story and its interpreter
 
@@ -93,8 +92,9 @@ class Story:
         self.util, self.game = util, jericho.FrotzEnv(str(path))
         dictionary = self.game.get_dictionary()
         self.words = {entry.word for entry in dictionary}  # cut to nine letters, as the game cuts what it reads
-        # "note" is both the verb that shows footnotes and a thing to take.
-        self.blocked = BLOCKED | {entry.word for entry in dictionary if entry.is_meta} - {"note"}
+        # Save, restore, quit, script, help; and the author's own for testing, one of which leads straight to the
+        # culprit. "note" shows footnotes, but is a thing to take, too.
+        self.blocked = TAKE_BACK | {entry.word for entry in dictionary if entry.is_meta} - {"note"}
         self.cache: dict[tuple[str, str], tuple[str, ...]] = {}
         said, info = self.game.reset()
         self.start = self.at(self.game.get_state(), info["score"])
@@ -102,7 +102,7 @@ class Story:
         self.intro = plain(said).rpartition(self.start.surroundings)[2].strip()
 
     def is_blocked(self, command: str) -> bool:
-        """A command with a word for the interpreter in it, in whichever sentence."""
+        """A command with a blocked word in it, in whichever sentence."""
         return any(word[:9] in self.blocked for word in re.findall("[a-z]+", command.lower()))
 
     def say(self, state: tuple, command: str) -> str:
@@ -126,13 +126,13 @@ class Story:
         return Moment(state, self.say(state, "look"), self.say(state, "inventory"), score)
 
     def actions(self, moment: Moment) -> tuple[str, ...]:
-        """The available actions. To find them takes a tenth of a second, so they are kept.
+        """The available actions. To find them takes 0.03 to 0.1 seconds, so they are kept.
 
         Which there are can be seen: the same room, with the same things in it and in one's hands, has the same ones.
         """
         seen = moment.surroundings, moment.inventory
         if seen not in self.cache:
-            self.cache[seen] = () if moment.end else self.find_actions(moment.state)
+            self.cache[seen] = self.find_actions(moment.state)
         return self.cache[seen]
 
     def find_actions(self, state: tuple) -> tuple[str, ...]:
@@ -228,7 +228,8 @@ class Detective(gymnasium.Env):
         action = action.split("\n", 1)[0].strip()[: self.max_action_chars]
 
         feedback, before = ILLEGAL, self.moment
-        if self.is_legal(action):
+        goes = self.matching == "paper" and not self.story.is_blocked(action)  # D1
+        if goes or action.lower() in self.available():
             # A backslash is an order to the interpreter, which may wait for ever for the rest of it.
             feedback, self.moment = self.story.play(self.moment, re.sub(r"[^\w .,'?!-]", "?", action, flags=re.ASCII))
         self.turns += 1
@@ -243,16 +244,13 @@ class Detective(gymnasium.Env):
             info["episode"]["score"] = self.moment.score
         return self.observe(feedback), float(self.moment.score - before.score), terminated, truncated, info
 
-    def is_legal(self, action: str) -> bool:
-        if self.matching == "paper":  # D1
-            return not self.story.is_blocked(action)
-        return action.lower() in self.story.actions(self.moment)
+    def available(self) -> tuple[str, ...]:
+        return () if self.over else self.story.actions(self.moment)
 
     def observe(self, feedback: str) -> str:
         """The moment in words, with what the last action did; of a game that has ended there is nothing else."""
         lines = [self.moment.surroundings, self.moment.inventory, feedback]
-        actions = "none" if self.over else ", ".join(self.story.actions(self.moment))
-        return "\n".join([*filter(None, lines), f"Actions: {actions}\n"])
+        return "\n".join([*filter(None, lines), f"Actions: {', '.join(self.available()) or 'none'}\n"])
 
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
@@ -312,17 +310,17 @@ def walkthrough(rom: Path) -> dict[str, str]:
     which something else was to be done, we put something down first, and the observation shows that.
     """
     world, actions = Detective(rom), {}
-    story, (observation, _) = world.story, world.reset()
+    observation, _ = world.reset()
 
     def effect(command: str) -> tuple:
-        return story.play(world.moment, command)[1][1:]  # all but the state, in which the turns are counted
+        return world.story.play(world.moment, command)[1][1:]  # all but the state, in which the turns are counted
 
-    for command in story.game.get_walkthrough():
-        todo = [action for action in story.actions(world.moment) if effect(action) == effect(command)]
+    for command in world.story.game.get_walkthrough():
+        todo = [action for action in world.available() if effect(action) == effect(command)]
         if not todo or effect(command) == world.moment[1:]:
             continue
         if copy.copy(world).step(todo[0])[0] in actions:
-            todo.insert(0, next(action for action in story.actions(world.moment) if action.startswith("put ")))
+            todo.insert(0, next(action for action in world.available() if action.startswith("put ")))
         for action in todo:
             actions[observation] = action
             observation = world.step(action)[0]
