@@ -2,15 +2,15 @@
 
     world = WebShop()
     observation, info = world.reset(seed=0)
-    observation, reward, terminated, truncated, info = world.step("search[foldable lamp classic]")
+    observation, reward, terminated, truncated, info = world.step("search[sturdy antique lamp]")
 
-    Instruction: i need foldable lamp in classic style, and price lower than 220.00 dollars
+    Instruction: i want sturdy antique lamp, and price lower than 120.00 dollars
     [Search]
-    search[foldable lamp classic]
+    search[sturdy antique lamp]
     [Back to Search] Page 1 (Total results: 50) [Next >]
-    [G4D] Gale foldable compact lamp $420.99
-    [J6A] Gale foldable glossy lamp $234.99
-    [L4I] Hale glossy foldable lamp $225.99
+    [lamp Z] Bexa antique sturdy lamp $435.99
+    [lamp 7] Fjord antique sturdy lamp $477.99
+    [lamp F] Elm sturdy stylish lamp $355.99
 
 The shop is that of Yao et al. 2022 (arXiv:2207.01206), in the text form of ReAct (Yao et al. 2023, arXiv:2210.03629)
 that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446): ten actions, each search[...], click[...] or think[...], and
@@ -21,7 +21,7 @@ one reward, for how well what one buys fits the instruction. docs/worlds.md has 
     success      a reward of 1
 
 Differs from what was released:
-  D1  1,000 items made up from tables below, with texts that are short. `data=FOLDER` reads the published items.
+  D1  1,008 items made up from tables below, with texts that are short. `data=FOLDER` reads the published items.
   D2  An option asked for counts once. `matching="paper"` counts as released, where rewards above 1 can be had.
   D3  Rules for words find the nouns of a title instead of spaCy: see `nouns`.
   D4  Search is BM25 without stemming, and one can turn the pages of results, which ReAct's wrapper refuses.
@@ -39,6 +39,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,19 +152,19 @@ def draw_upper(price: float, rng: random.Random) -> tuple[float, str]:
 COLORS = "black, white, navy, red, green, gray"
 DEPARTMENTS = {
     "clothing": {
-        "kinds": "coat, shirt, dress, jeans, skirt",
+        "kinds": "coat, shirt, robe, skirt, vest, scarf, tunic",
         "attributes": "airy, warm, light, quilted, striped, fitted, washable, stretchy",
         "options": {"color": COLORS, "size": "small, medium, large, x-large"},
         "prices": (15, 250),
     },
     "shoes": {
-        "kinds": "boots, sandals, loafers, clogs, flats",
+        "kinds": "boot, sandal, loafer, clog, pump, mule, sneaker",
         "attributes": "padded, vegan, nonslip, soft, flexible, handmade, studded, lined",
         "options": {"color": COLORS, "size": "6, 7, 8, 9, 10"},
         "prices": (20, 290),
     },
     "grocery": {
-        "kinds": "coffee, tea, granola, nuts, pasta",
+        "kinds": "coffee, tea, granola, pasta, jam, rice, soup",
         "attributes": "organic, kosher, roasted, salted, sweet, crunchy, spicy, raw",
         "options": {
             "flavor": "vanilla, cocoa, honey, mint, lemon",
@@ -172,14 +173,14 @@ DEPARTMENTS = {
         "prices": (5, 140),
     },
     "home": {
-        "kinds": "desk, lamp, rug, shelf, stool",
+        "kinds": "desk, lamp, rug, shelf, stool, sofa, clock",
         "attributes": "portable, wooden, antique, compact, sturdy, stylish, foldable, glossy",
         "options": {"color": COLORS, "style": "modern, rustic, classic, plain"},
         "prices": (30, 490),
     },
 }
 BRANDS = ["Avo", "Bexa", "Cira", "Dune", "Elm", "Fjord", "Gale", "Hale"]
-ITEMS_OF_A_KIND, GOALS_OF_AN_ITEM = 50, 6
+MODELS, GOALS_OF_AN_ITEM = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", 6  # a kind has an item of each model
 # How often, as in 32 instructions of WebShop's crowd workers, read in the transcripts that ReAct published.
 OPENINGS = {"i need": 9, "i would like": 7, "i am looking for": 8, "i want": 5, "find me": 3}
 WORDINGS = {
@@ -195,7 +196,7 @@ def made_up() -> Shop:
     """The default shop, always the same. A title says half of an item's attributes, so that it pays to look inside."""
     rng, made = random.Random(1), []  # with this seed the 100 tasks are about as hard as all goals
     for department, table in DEPARTMENTS.items():
-        for kind in table["kinds"].split(", ") * ITEMS_OF_A_KIND:
+        for kind, model in product(table["kinds"].split(", "), MODELS):
             has = rng.sample(table["attributes"].split(", "), 4)
             options = {}
             for name, values in table["options"].items():
@@ -205,11 +206,12 @@ def made_up() -> Shop:
             title = f"{rng.choice(BRANDS)} {has[0]} {has[1]} {kind}"
             path, about = f"{department} › {kind}", f"This {kind} is {has[0]}."
             features = (f"made for your {department} needs", f"{has[2]} {kind}")  # the second one is not searched
-            made.append(Item("", title, price, f"${price}", kind, path, tuple(sorted(has)), options, about, features))
+            asin = (
+                f"{kind} {model}"  # but for one character, words that are on the page anyway: a small model can copy it
+            )
+            made.append(Item(asin, title, price, f"${price}", kind, path, tuple(sorted(has)), options, about, features))
     rng.shuffle(made)
-    # No character stands in two places of an id: a small model can copy one without mixing up its parts.
-    ids = (first + digit + last for digit in "0123456" for last in "ABDFINOPRS" for first in "CEGHJKLMQTUVWXYZ")
-    items = {asin: item._replace(asin=asin) for asin, item in zip(ids, made, strict=False)}
+    items = {item.asin: item for item in made}
     goals = [make_goal(item, rng) for item in items.values() for _ in range(GOALS_OF_AN_ITEM)]
     rng.shuffle(goals)
     return Shop(items, Index(items), goals, range(2000, 2100))
@@ -409,7 +411,7 @@ class WebShop(gymnasium.Env):
     max_turns = 10
     max_action_chars = 200
     demonstration_env = "webshop-train"
-    best_return = expert_return = 1.0  # in the made-up shop
+    best_return, expert_return = 1.0, 0.9975  # in the made-up shop
 
     def __init__(self, data: str | None = None, matching: str = "strict", context: int | None = None):
         if matching not in ("strict", "paper"):
@@ -432,7 +434,7 @@ class WebShop(gymnasium.Env):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts with the task `options["index"]`, or one drawn by the world's own generator.
 
-        `info["answer"]` is the number of the goal, the item it was written for and the options: "2031: K4D, navy".
+        `info["answer"]` is the number of the goal, the item it was written for and the options: "2031: coat K, navy".
         """
         super().reset(seed=seed)
         options = options or {}
@@ -476,7 +478,7 @@ class WebShop(gymnasium.Env):
 
     def do(self, verb: str, what: str) -> str:
         """Goes to another page and returns "", or stays and returns a remark."""
-        page, asin = self.page, what.upper()
+        page, shown = self.page, {asin.lower(): asin for asin in self.shown()}
         if verb == "think":
             return "OK."
         if verb == "search":
@@ -485,8 +487,8 @@ class WebShop(gymnasium.Env):
             self.page, self.hits, self.leaf = "results", self.shop.index.search(what), 0
         elif page != "start" and what == "back to search":
             self.page = "start"
-        elif page == "results" and asin in self.shown():
-            self.page, self.item, self.chosen = "item", self.shop.items[asin], {}
+        elif page == "results" and what in shown:
+            self.page, self.item, self.chosen = "item", self.shop.items[shown[what]], {}
         elif page == "results" and what == "next >" and len(self.hits) > (self.leaf + 1) * PAGE:
             self.leaf += 1
         elif page == "results" and what == "< prev" and self.leaf > 0:
@@ -608,7 +610,7 @@ def read(observation: str) -> View:
 
 def offers(view: View) -> list[tuple[str, str, float]]:
     """Id, title and price of the items on a page of results."""
-    rows = [re.match(r"\[(\w+)\] (.*?) \$([\d.]+)( to \$[\d.]+)?$", text) for text in view.lines]
+    rows = [re.match(r"\[([^\]]+)\] (.*?) \$([\d.]+)( to \$[\d.]+)?$", text) for text in view.lines]
     return [(row[1], row[2], float(row[3])) for row in rows if row]
 
 

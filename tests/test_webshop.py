@@ -231,8 +231,8 @@ def test_search_against_a_naive_one():
 def test_search_of_words_that_nobody_has():
     assert ALL.index.search("xylophone") == ALL.index.search("") == ALL.index.search("the of and") == ()
     assert ALL.index.search("Xylophone COAT!") == ALL.index.search("coat")
-    assert len(ALL.index.search("coat")) == 50
-    few = ws.Index({asin: one for asin, one in ALL.items.items() if asin[1:] == "0A"})
+    assert len(ALL.index.search("coat")) == 36 and len(ALL.index.search("coat shirt")) == 50
+    few = ws.Index({asin: one for asin, one in ALL.items.items() if asin.endswith("A")})
     assert 0 < len(few.search("organic wooden vegan")) < 20
 
 
@@ -243,15 +243,15 @@ def test_the_shop_is_always_the_same():
     ws.made_up.cache_clear()
     again = ws.made_up()
     assert (again.items, again.goals) == (ALL.items, ALL.goals)
-    assert len(ALL.items) == 1000 and len(ALL.goals) == 6000
-    assert envs.make("webshop").num_tasks == 100 and envs.make("webshop-train").num_tasks == 5900
+    assert len(ALL.items) == 1008 and len(ALL.goals) == 6048
+    assert envs.make("webshop").num_tasks == 100 and envs.make("webshop-train").num_tasks == 5948
     tasks = {goal.instruction for goal in ALL.goals[2000:2100]}
     assert len({goal.item.asin for goal in ALL.goals[2000:2100]}) > 80 and len(tasks) == 100
 
 
 def test_items_are_as_the_tables_say():
     kinds = Counter(one.query for one in ALL.items.values())
-    assert len(kinds) == 20 and set(kinds.values()) == {50}
+    assert len(kinds) == 28 and set(kinds.values()) == {36}
     for one in ALL.items.values():
         assert len(one.attributes) == 4 and all(len(values) >= 1 for values in one.options.values())
         assert sum(word in one.title.split() for word in one.attributes) == 2
@@ -271,9 +271,9 @@ def test_instructions_say_all_that_is_asked_for():
         assert goal.item.price < goal.price_upper <= goal.item.price + 40
         openings[next(words for words in ws.OPENINGS if goal.instruction.startswith(words + " "))] += 1
     for words, share in ws.OPENINGS.items():
-        assert openings[words] / 6000 == pytest.approx(share / 32, abs=0.02)
+        assert openings[words] / 6048 == pytest.approx(share / 32, abs=0.02)
     asked = Counter(len(goal.attributes) for goal in ALL.goals)
-    assert asked[1] / 6000 == pytest.approx(0.3, abs=0.02) and asked[2] / 6000 == pytest.approx(0.4, abs=0.02)
+    assert asked[1] / 6048 == pytest.approx(0.3, abs=0.02) and asked[2] / 6048 == pytest.approx(0.4, abs=0.02)
 
 
 def test_the_item_of_a_goal_earns_everything():
@@ -386,15 +386,15 @@ def test_an_option_replaces_another_of_its_kind_and_leaving_forgets_all():
 
 def test_pages_of_results():
     world, _ = start()
-    world.step("search[coat]")
-    hits = ALL.index.search("coat")
+    world.step("search[coat shirt]")
+    hits = ALL.index.search("coat shirt")
     seen = []
     for leaf, action in enumerate(["", "next >", "next >", "next >", "next >"]):
         observation = world.step(f"click[{action}]")[0] if action else world.observe()
         lines = observation.splitlines()[-4:]
         turn = " [< Prev]" * (leaf > 0) + " [Next >]" * (leaf < 4)
         assert lines[0] == f"[Back to Search] Page {leaf + 1} (Total results: 50){turn}"
-        seen.append([line[1:4] for line in lines[1:]])
+        seen.append([line[1 : line.index("]")] for line in lines[1:]])
     assert seen == [list(hits[leaf * 10 : leaf * 10 + 3]) for leaf in range(5)]
     assert world.step("click[Next >]")[0].endswith("Invalid action!\n")
     assert " Page 4 " in world.step("click[< Prev]")[0].splitlines()[-4]
@@ -436,7 +436,7 @@ def test_what_is_no_action_or_not_here():
         "[Search]",
         "think",
     ]
-    never += ["click[search]", "click [next >]", "xclick[next >]", "click[next >] now", "click[c0a]"]
+    never += ["click[search]", "click [next >]", "xclick[next >]", "click[next >] now", "click[coat aa]"]
     for page, way in ways.items():
         for action in [f"click[{button}]" for button in BUTTONS if button not in here[page]] + never:
             replies, _, _ = follow(0, *way, action)
@@ -491,10 +491,10 @@ def test_clicking_every_option_earns_no_more_than_one_of_each():
 
 def test_without_reading_little_is_earned():
     """The same actions whatever the instruction says; and only buying, which no page but an item's allows."""
-    blind = ["search[coat]", "click[C0A]", "click[Buy Now]"]
+    blind = ["search[coat]", "click[coat A]", "click[Buy Now]"]
     world = envs.make("webshop")
     best = 0.0
-    for query in ("coat", "coffee", "desk", "boots", "red large washable coat"):
+    for query in ("coat", "coffee", "desk", "boot", "red large washable coat"):
         total = 0.0
         for index in range(100):
             world.reset(options={"index": index})
@@ -530,7 +530,7 @@ HOSTILE = [
         "search[]",
         "search[[[]]]",
         "search[]]",
-        "click[[c0a]]",
+        "click[[coat a]]",
         "think[",
         "think[[[",
         "click[\x00]",
@@ -538,7 +538,7 @@ HOSTILE = [
     *("search[これは何ですか]", "search[куртка]", "click[هل]", "think[🔍🔍]", "search[\ud800]", "\ud800", "a\u2028b"),
     *("search[" + "coat " * 5000 + "]", "think[" + "a" * 1_000_000 + "]", "click" * 100_000, "[" * 5000, "(" * 5000),
     *(
-        "Instruction: buy C0A, and price lower than 1.00 dollars",
+        "Instruction: buy coat A, and price lower than 1.00 dollars",
         "[Back to Search] [< Prev]",
         "[Buy Now]",
         "</s><pad>",
