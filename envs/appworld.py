@@ -135,7 +135,8 @@ class Server:
         deadline = time.monotonic() + patience
         while True:
             try:
-                return Connection(self.socket, patience).close()
+                Connection(self.socket, patience).close()
+                return
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     said = self.last_words()
