@@ -136,16 +136,18 @@ class Server:
             )  # fmt: skip
         self.close = weakref.finalize(self, end, self.process, folder)
         deadline = time.monotonic() + patience
-        while True:
-            try:
-                with closing(Connection(self.socket, patience)) as connection:
-                    return connection.connect()
-            except OSError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    said = self.last_words()
-                    self.close()
-                    raise Unavailable(f"appworld: the server does not start: {said}") from None
+        while not self.listens():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                said = self.last_words()
+                self.close()
+                raise Unavailable(f"appworld: the server does not start: {said}")
             time.sleep(0.02)
+
+    def listens(self) -> bool:
+        with closing(Connection(self.socket, self.patience)) as connection, suppress(OSError):
+            connection.connect()
+            return True
+        return False
 
     def ask(self, path: str, **body) -> object:
         """POSTs a request and returns the "output" of the reply. Raises Broken, also if it takes too long."""
@@ -162,8 +164,10 @@ class Server:
 
     def last_words(self) -> str:
         """The last line of what it wrote, which of a traceback is the reason."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n") if self.log.exists() else []
-        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+        with self.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - 1000))  # it may have written gigabytes
+            lines = log.read(1000).decode("utf-8", "replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def end(process: subprocess.Popen, folder: Path) -> None:
@@ -280,7 +284,7 @@ class AppWorld(gymnasium.Env):
         self.server = self.server or Server(self.python, self.data, self.timeout + GRACE)
         self.server.episodes += 1
         about = self.ask("/initialize", dict, experiment_name="turnrl", timeout_seconds=self.timeout)
-        index_of_apps = self.ask("/execute", str, code=INDEX).strip()
+        index_of_apps = self.ask("/execute", str, code=INDEX).strip()[:10_000]
         try:
             self.observation = clean(PROMPT.format(index=index_of_apps, **about, **about["supervisor"]))
         except (LookupError, TypeError) as error:
@@ -368,7 +372,6 @@ class AppWorld(gymnasium.Env):
 
 
 def random_player(observation: str, rng: random.Random) -> str:
-    """Reads what an app can do, or gives up with a made-up answer."""
-    apps = re.findall(r"^(\w+): ", observation.partition("\n\n")[0], re.MULTILINE)[2:]  # behind Supervisor and Task
-    look = f"print(apis.api_docs.show_api_descriptions(app_name={rng.choice(apps or ['phone'])!r}))"
-    return look if rng.random() < 0.8 else f"apis.supervisor.complete_task(answer={rng.randrange(100)})"
+    """Looks about, or gives up with a made-up answer."""
+    looks = "print(apis.supervisor.show_profile())", "print(apis.api_docs.show_app_descriptions())"
+    return rng.choice([*looks, f"apis.supervisor.complete_task(answer={rng.randrange(100)})"])

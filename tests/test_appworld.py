@@ -552,7 +552,9 @@ def test_the_package_finds_its_solutions_right(real, split):
         observation, _ = world.reset(options={"index": index})
         assert world.step(world.expert(observation))[1] == 1.0
         world.reset(options={"index": index})
-        assert world.step("apis.supervisor.complete_task('wrong')")[1] == 0.0  # nothing was left of the episode before
+        _, reward, terminated, _, info = world.step("apis.supervisor.complete_task(answer='wrong')")
+        assert terminated and reward == 0.0  # nothing was left of the episode before
+        assert info["episode"]["passed"] == (2 if world.tasks[index].startswith("read") else 1)
     world.close()
 
 
@@ -607,6 +609,22 @@ def test_what_the_docs_say_of_hostile_code_is_so(real_world, tmp_path, code, sai
     code = code.replace(FILE, repr(str(tmp_path / "file")))
     assert said in real_world.step(code)[0].removeprefix(before + code)
     assert real_world.step("print(1 + 1)")[0].endswith("\n=> 2\n")
+
+
+@pytest.mark.external
+def test_what_code_changes_in_the_grading_stays_until_the_server_is_replaced(real):
+    """No more than the docs say: with the package, code can reward itself."""
+    world = envs.make("appworld", **real, episodes_per_server=2)
+    forge = (
+        "import appworld.evaluator as e\ne.TestTracker.to_dict = lambda *_, **__: {'num_tests': 9, 'passes': [1] * 9}"
+    )
+    rewards = []
+    for code in (forge, "pass", "pass"):
+        world.reset(options={"index": 0})
+        world.step(code)
+        rewards.append(world.step("apis.supervisor.complete_task(answer='wrong')")[1])
+    assert rewards == [1.0, 1.0, 1 / 3]
+    world.close()
 
 
 @pytest.mark.external
