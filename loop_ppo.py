@@ -24,6 +24,7 @@ Paper: Chen et al. 2025, arXiv:2502.01600
 Differs from the paper (docs/loop_ppo.md has the reasons at length):
   D1  A tiny Llama, trained here on flawed scripted solutions (--model), in the place of a 32B model that can code.
   D2  Its vocabulary has whole words, the same token wherever a word stands, so that copying one is one step.
+  D3  It first learns to copy, on random words that repeat (--drills 0): large models bring that along.
 From the release: the lower bound 1/(1+eps) (--lower-bound over), gradients clipped to 0.1 (--max-grad-norm).
 """
 
@@ -81,6 +82,7 @@ class Args:
     lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: 16, 32)
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
 
+    drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
     demonstrations: int = 4000  # solutions that the world's scripted player makes for the warm start
     warm_start_epochs: int = 4  # passes over the demonstrations; 0 leaves the model as it is
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
@@ -363,7 +365,7 @@ def make_vocabulary(texts: list[str], size: int):
         normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark),
     )
     tokenizer.normalizer = normalizers.Sequence([drop, put])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\u2581\w+|[^\w\u2581]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\u2581\w+|[^\w\u2581\n]+|\n"), "isolated")
     back = decoders.Replace(Regex(rf"(?<=\w){mark}"), " "), decoders.Replace(mark, "")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), *back])
     every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -392,7 +394,6 @@ def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
             vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, max_position_embeddings=args.context,
             hidden_size=args.width, intermediate_size=2 * args.width, num_hidden_layers=args.layers,
             num_attention_heads=max(1, args.width // 32), tie_word_embeddings=True,
-            initializer_range=0.1,  # the usual 0.02 is for thousands wide: with it this one does not learn to copy
         )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_config(config)
     else:
@@ -641,16 +642,28 @@ def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, 
     return metrics | {"update/stopped": float(diverged)}
 
 
-def warm_start(model, demonstrations: list[Trajectory], args: Args, rng) -> None:
+def drills(tokenizer, n: int, rng, length: int = 96) -> list[Trajectory]:
+    """D3: random words that come again after 8 to 39 places, to be gone on with from the second time on.
+
+    Attention that finds where the present token stood before, and looks what came next, appears all at once after some
+    400 updates of 16. The demonstrations alone, with one or two things to copy in each, do not bring it about.
+    """
+    periods = rng.integers(8, 40, n).tolist()
+    words = [rng.integers(257, len(tokenizer), period) for period in periods]  # before them: end of text, 256 bytes
+    repeated = [np.resize(part, length).tolist() for part in words]
+    return [Trajectory(-1, "", "", ids, [(at + 1, length)]) for ids, at in zip(repeated, periods, strict=True)]
+
+
+def warm_start(model, demonstrations: list[Trajectory], epochs: int, args: Args, rng, name="warm start") -> None:
     """Supervised learning of the demonstrations' turns, their ends included."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
+    orders, size = [rng.permutation(len(demonstrations)) for _ in range(epochs)], args.warm_start_batch
     batches = []
     for order in orders:  # of about equal lengths within windows of 16 batches
         windows = [buckets(demonstrations, order[i : i + 16 * size], size) for i in range(0, len(order), 16 * size)]
         batches += [window[i] for window in windows for i in rng.permutation(len(window))]
-    for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
+    for step, batch in enumerate(bar := tqdm(batches, desc=name, unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
         loss = -score(model, [demonstrations[i] for i in batch], args)[0].mean()
@@ -776,7 +789,9 @@ def main(args: Args) -> dict[str, float]:
         if not dialogues:
             stop("--demonstrations 0: the tiny model's vocabulary is trained on them; give at least one")
         model = make_model(args, [d["observations"][-1] for d in dialogues])
-        warm_start(model, [demonstrated(d, model.tokenizer) for d in dialogues], args, rng)
+        if args.model == "tiny":
+            warm_start(model, drills(model.tokenizer, args.drills, rng), 1, args, rng, "drill")  # D3
+        warm_start(model, [demonstrated(d, model.tokenizer) for d in dialogues], args.warm_start_epochs, args, rng)
 
     interrupted = []
 
