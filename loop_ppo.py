@@ -154,6 +154,7 @@ METRICS = {
     "eval/success": "share of these that were solved: the task goal completion (TGC)",
     "eval/scenarios": "share of scenarios with all variants solved (SGC)",
     "eval/questions": "share of the tasks that ask for an answer that were solved; with --env apps only",
+    "eval/no_op": "return of completing every task at once, a baseline; with --env apps only",
     "eval/return_greedy": "return with the likeliest tokens, every task of the dev split once",
     "eval/success_greedy": "TGC of these",
     "eval/scenarios_greedy": "SGC of these",
@@ -693,6 +694,8 @@ def evaluate(model, args: Args, split: str) -> dict[str, float]:
         figures["scenarios"] = 1 - len(failed) / len({scenarios[t.task] for t in played})
         figures |= {"questions": np.mean(asked)} if asked else {}
         metrics |= {f"{key}{suffix}": float(value) for key, value in figures.items()}
+    if hasattr(worlds[0], "no_op_returns"):
+        metrics["no_op"] = float(np.mean(worlds[0].no_op_returns()[:N]))
     for world in worlds:
         world.close()
     return metrics

@@ -481,10 +481,12 @@ class Apps(gymnasium.Env):
         """Scripted players by name; `player(observation, rng)` is an action."""
         return {"scripted": scripted, "expert": expert, "random": random_player}
 
-    def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
-        """`n` dialogues of the player `scripted` (whose knobs these are) about tasks of the split train."""
+    def demonstrations(self, n: int, seed: int, careful: float = 0.25, **knobs) -> list[dict]:
+        """`n` dialogues about tasks of the split train: the share `careful` the expert's, the others of the player
+        `scripted`, whose knobs the rest are."""
         world, player, rng = Apps(reward=self.reward), partial(scripted, **knobs), random.Random(seed)
-        made = [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+        players = (expert if rng.random() < careful else player for _ in range(n))
+        made = [dialogue(world, one, rng, rng.randrange(world.num_tasks)) for one in players]
         world.close()
         return made
 

@@ -492,7 +492,7 @@ def test_the_stricter_sandbox_says_what_it_needs(monkeypatch):
 def test_demonstrations_are_of_training_and_mostly_flawed():
     made = Apps("test-normal").demonstrations(600, seed=0)
     assert {d["answer"].split(".")[1][:5] for d in made} == {"train"}
-    assert 0.2 < sum(d["return"] == 1 for d in made) / len(made) < 0.4
+    assert 0.2 < sum(d["return"] == 1 for d in made) / len(made) < 0.5
     text = "\n".join(d["observations"][-1] for d in made)
     assert "not found" in text, "guesses an id"
     assert "has no parameter" in text or "there is no" in text, "reads no documentation"
@@ -504,7 +504,7 @@ def test_demonstrations_are_of_training_and_mostly_flawed():
 def test_knobs_make_the_scripted_player_the_expert():
     made = Apps().demonstrations(60, seed=1, hasty=0.0, guessing=0.0, careless=0.0)
     assert {d["return"] for d in made} == {1.0}
-    idle = Apps().demonstrations(60, seed=1, hasty=1.0)
+    idle = Apps().demonstrations(60, seed=1, careful=0, hasty=1.0)
     assert {len(d["actions"]) for d in idle} == {1} and sum(d["return"] == 1 for d in idle) < 3, "a lucky guess"
 
 

@@ -112,7 +112,8 @@ def one_thread():
 
 def small(**changes) -> loop_ppo.Args:
     """Arguments that make a run small."""
-    usual = {"env": "lookup", "max_difficulty": 3, "width": 32, "layers": 2, "demonstrations": 60, "tasks": 3}
+    usual = {"env": "lookup", "max_difficulty": 3, "width": 32, "layers": 2, "drills": 32, "demonstrations": 60}
+    usual |= {"tasks": 3}
     usual |= {"warm_start_epochs": 2, "rollouts": 4, "iterations": 2, "max_action_tokens": 6, "eval_episodes": 6}
     return loop_ppo.Args(**usual | {"world_threads": 2} | changes)
 
@@ -124,8 +125,29 @@ def warm():
     args, dialogues = small(demonstrations=300), Lookup().demonstrations(300, 0)
     model = loop_ppo.make_model(args, [d["observations"][-1] for d in dialogues])
     demos = [loop_ppo.demonstrated(d, model.tokenizer) for d in dialogues]
-    loop_ppo.warm_start(model, demos, args, np.random.default_rng(0))
+    loop_ppo.warm_start(model, demos, 2, args, np.random.default_rng(0))
     return model
+
+
+def test_drills_repeat_and_are_scored_from_the_second_time_on(warm):
+    for t in loop_ppo.drills(warm.tokenizer, 50, np.random.default_rng(0)):
+        ((first, last),) = t.turns
+        period = first - 1
+        assert 8 <= period < 40 and last == len(t.ids) == 96
+        assert t.ids[period:] == t.ids[: len(t.ids) - period]
+        assert min(t.ids) > 256, "words, neither bytes nor the end of text"
+
+
+@pytest.mark.slow
+def test_drills_teach_to_copy():  # D3
+    """After the default drills a repeated word that was never trained on in this order is found again."""
+    torch.manual_seed(0)
+    args, rng = loop_ppo.Args(width=96), np.random.default_rng(0)
+    model = loop_ppo.make_model(args, [d["observations"][-1] for d in envs.make("apps").demonstrations(500, 0)])
+    fresh = loop_ppo.drills(model.tokenizer, 64, np.random.default_rng(1))
+    before = loop_ppo.score(model, fresh, args)[0].exp().mean().item()
+    loop_ppo.warm_start(model, loop_ppo.drills(model.tokenizer, args.drills, rng), 1, args, rng)
+    assert before < 0.01 and loop_ppo.score(model, fresh, args)[0].exp().mean().item() > 0.9
 
 
 def play(model, args, tasks=(0, 0, 0, 1, 1, 1), seed=0, worlds=None, **options):
