@@ -171,7 +171,7 @@ def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> No
         add("transfer", name=rng.choice(names[:3]), amount=rng.randrange(1, 20))
     for name in rng.sample(names, 4):
         add("request", name=name, amount=rng.randrange(1, 10), state=rng.choice(["open", "denied"]))
-    for kind in kinds:
+    for kind in rng.sample(kinds, min(6, len(kinds))):
         for room, level in zip(some("room", 3), rng.sample(range(10), 3), strict=True):
             add("device", kind=kind, room=room, level=level)
     for product in some("product", 4):
@@ -575,14 +575,22 @@ def expert(observation: str, rng: random.Random | None = None) -> str:
 
 
 def scripted(
-    observation: str, rng: random.Random, hasty: float = 0.2, guessing: float = 0.25, careless: float = 0.3
+    observation: str,
+    rng: random.Random,
+    hasty: float = 0.2,
+    guessing: float = 0.25,
+    careless: float = 0.2,
+    garbled: float = 0.04,
 ) -> str:
     """The expert with the habits of a language model that has not been trained: the player of the demonstrations.
 
     In the share `guessing` of the turns it does not take the next step, a look-up or the documentation, but assumes
     what it would have found; in the share `careless` it takes another number or name of the last output than the right
-    one; in the share `hasty` it completes the task, answering a question at random. Errors it ignores.
+    one; in the share `hasty` it completes the task, answering a question at random. Errors it ignores. The share
+    `garbled` of its code comes out wrong, so that a learner sees how one goes on after a SyntaxError.
     """
+    if rng.random() < garbled:
+        return garble(next_step(observation), rng)
     draw = rng.random()
     if draw < hasty:
         scenario, _ = read_prompt(observation.split("\n\n", 1)[0])
@@ -622,6 +630,13 @@ def confuse(code: str, observation: str, rng: random.Random) -> str:
     right = rng.choice(taken)
     others = [value for value in seen if value != right and value[0].isdigit() == right[0].isdigit()]
     return code.replace(f"={right}", f"={rng.choice(others)}") if others else code
+
+
+def garble(code: str, rng: random.Random) -> str:
+    """The code with some words or marks of it left out or said again."""
+    parts = re.findall(r"\w+|\W", code)
+    first, last = sorted(rng.sample(range(len(parts) + 1), 2))
+    return "".join(parts[:first] + rng.choice([[], 2 * parts[first:last]]) + parts[last:])
 
 
 def random_player(observation: str, rng: random.Random) -> str:

@@ -502,9 +502,9 @@ def test_demonstrations_are_of_training_and_mostly_flawed():
 
 
 def test_knobs_make_the_scripted_player_the_expert():
-    made = Apps().demonstrations(60, seed=1, hasty=0.0, guessing=0.0, careless=0.0)
+    made = Apps().demonstrations(60, seed=1, hasty=0.0, guessing=0.0, careless=0.0, garbled=0)
     assert {d["return"] for d in made} == {1.0}
-    idle = Apps().demonstrations(60, seed=1, careful=0, hasty=1.0)
+    idle = Apps().demonstrations(60, seed=1, careful=0, hasty=1.0, garbled=0)
     assert {len(d["actions"]) for d in idle} == {1} and sum(d["return"] == 1 for d in idle) < 3, "a lucky guess"
 
 
