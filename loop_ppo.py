@@ -26,6 +26,7 @@ Differs from the paper (docs/loop_ppo.md has the reasons at length):
   D2  Its vocabulary has whole words, the same token wherever a word stands, so that copying one is one step.
   D3  It first learns to copy, on random words that repeat (--drills 0): large models bring that along.
   D4  It learns on all difficulties (--max-difficulty 2): of a small model what is not trained on decays.
+  D5  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
 From the release: the lower bound 1/(1+eps) (--lower-bound over), gradients clipped to 0.1 (--max-grad-norm).
 """
 
@@ -67,7 +68,7 @@ class Args:
     reward: Literal["fraction", "success"] = "fraction"  # share of a task's tests passed, or 1 if all (apps, appworld)
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D4)
     seed: int = 1  # of everything random in the run
-    iterations: int = 100  # rounds of rollouts and updates
+    iterations: int = 110  # rounds of rollouts and updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
@@ -107,14 +108,15 @@ class Args:
     lower_bound: Literal["minus", "over"] = "minus"  # where w is clipped below: 1-eps (paper), 1/(1+eps) (release)
     min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01)
     kl: float = 0.04  # weight of E7, where the variant has it
-    lr: float = 1e-4  # constant (paper: 5e-5, for adapters of a 32B model)
+    lr: float = 1.5e-4  # paper: 5e-5, for adapters of a 32B model
+    anneal_lr: bool = True  # it falls to zero over the iterations (D5)
     weight_decay: float = 0.01  # paper: 0.01
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
     max_log_ratio: float = 20.0  # an iteration ends early when the rollouts' mean log-ratio leaves +-this
 
-    eval_every: int = 10  # iterations between evaluations
+    eval_every: int = 20  # iterations between evaluations
     eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
-    save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
+    save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
 
 
 # What tells the algorithms apart: passes over the rollouts, one step with all of them, E6 instead of E1, E7.
@@ -847,6 +849,8 @@ def main(args: Args) -> dict[str, float]:
         rolled = time.time()
 
         # 2. their advantages, and some steps
+        share = 1 - state["iteration"] / args.iterations if args.anneal_lr else 1.0
+        optimizer.param_groups[0]["lr"] = args.lr * share  # D5
         learned, advantage_N, filtered = advantages_of_groups(played, VARIANTS[args.variant]["normalise"])
         metrics = behaviour(played)
         metrics |= update(model, optimizer, learned, advantage_N, args, rng, modules.get("start_model"))

@@ -580,7 +580,7 @@ def scripted(
     hasty: float = 0.2,
     guessing: float = 0.25,
     careless: float = 0.2,
-    garbled: float = 0.04,
+    garbled: float = 0.03,
 ) -> str:
     """The expert with the habits of a language model that has not been trained: the player of the demonstrations.
 
@@ -633,10 +633,10 @@ def confuse(code: str, observation: str, rng: random.Random) -> str:
 
 
 def garble(code: str, rng: random.Random) -> str:
-    """The code with some words or marks of it left out or said again."""
+    """The code without some of its words or marks."""
     parts = re.findall(r"\w+|\W", code)
-    first, last = sorted(rng.sample(range(len(parts) + 1), 2))
-    return "".join(parts[:first] + rng.choice([[], 2 * parts[first:last]]) + parts[last:])
+    first = rng.randrange(len(parts))
+    return "".join(parts[:first] + parts[first + rng.randrange(1, 4) :])
 
 
 def random_player(observation: str, rng: random.Random) -> str:

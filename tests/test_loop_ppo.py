@@ -125,7 +125,7 @@ def warm():
     args, dialogues = small(demonstrations=300), Lookup().demonstrations(300, 0)
     model = loop_ppo.make_model(args, [d["observations"][-1] for d in dialogues])
     demos = [loop_ppo.demonstrated(d, model.tokenizer) for d in dialogues]
-    loop_ppo.warm_start(model, demos, 2, args, np.random.default_rng(0))
+    loop_ppo.warm_start(model, demos, 6, args, np.random.default_rng(0))
     return model
 
 
@@ -601,6 +601,13 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, warm):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_toy_world_is_solved(tmp_path, seed):
     """LOOP raises the share of new tables that it reads right; the warm start answers at random half of the time."""
-    options = {"width": 64, "demonstrations": 3000, "warm_start_epochs": 6, "eval_episodes": 0, "minibatch": 32}
+    options = {
+        "width": 64,
+        "drills": 9600,
+        "demonstrations": 3000,
+        "warm_start_epochs": 6,
+        "eval_episodes": 0,
+        "minibatch": 32,
+    }
     _, summary = run_of(tmp_path, seed=seed, iterations=40, tasks=16, rollouts=6, eval_every=40, **options)
     assert summary["eval_success"] > summary["warm_start_return"] + 0.3
