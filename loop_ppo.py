@@ -68,7 +68,7 @@ class Args:
     reward: Literal["fraction", "success"] = "fraction"  # share of a task's tests passed, or 1 if all (apps, appworld)
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D4)
     seed: int = 1  # of everything random in the run
-    iterations: int = 110  # rounds of rollouts and updates
+    iterations: int = 100  # rounds of rollouts and updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
@@ -86,7 +86,7 @@ class Args:
 
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
     demonstrations: int = 16_000  # solutions that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 1  # passes over the demonstrations; 0 leaves the model as it is
+    warm_start_epochs: int = 2  # passes over the demonstrations; 0 leaves the model as it is
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
     warm_start_batch: int = 16  # solutions in an update of the warm start
 
@@ -101,14 +101,14 @@ class Args:
     variant: Literal["loop", "rloo", "grpo", "loop-rwnorm"] = "loop"  # rows of VARIANTS
     level: Literal["token", "turn", "trajectory"] = "token"  # what a ratio belongs to: E3, E4 or E5
     epochs: int = 0  # passes over the rollouts of an iteration; 0 takes the variant's (paper: 2)
-    minibatch: int = 32  # rollouts in a step; 0 takes all (paper: 32)
+    minibatch: int = 48  # rollouts in a step; 0 takes all (paper: 32)
     logit_chunk: int = 4096  # tokens whose logits exist at a time
     micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
     clip: float = 0.2  # eps of E2 (release: 0.1)
     lower_bound: Literal["minus", "over"] = "minus"  # where w is clipped below: 1-eps (paper), 1/(1+eps) (release)
     min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01)
     kl: float = 0.04  # weight of E7, where the variant has it
-    lr: float = 1.5e-4  # paper: 5e-5, for adapters of a 32B model
+    lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
     anneal_lr: bool = True  # it falls to zero over the iterations (D5)
     weight_decay: float = 0.01  # paper: 0.01
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)

@@ -67,6 +67,7 @@ TINY = {
     "iterations": 2,
     "rollouts": 4,
     "tasks": 2,
+    "drills": 32,
     "demonstrations": 32,
     "warm_start_epochs": 1,
     "dataset_size": 32,

@@ -448,7 +448,7 @@ def test_gradient_checkpointing_changes_nothing(warm):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     saved, _ = weights_after(model, played, advantage_N, small(gradient_checkpointing=True, logit_chunk=16))
-    assert torch.allclose(plain, saved, atol=1e-6)
+    assert torch.allclose(plain, saved, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------- words and chats
