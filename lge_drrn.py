@@ -38,6 +38,7 @@ import json
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -610,6 +611,13 @@ def main(args: Args) -> dict[str, float]:
         write(run / name, logs[name])
     print(f"{run}: {args.task}, guide {args.guide}, vocabulary of {len(texts.tokenizer)}")
 
+    interrupted = []
+
+    def interrupt(*_):  # Ctrl-C ends the step that it falls into; a second one aborts
+        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
+
+    signal.signal(signal.SIGINT, interrupt)
+
     # --- steps
     writer = SummaryWriter(str(run), purge_step=state["step"] + 1)
     todo = range(state["step"] + 1, args.steps + 1)
@@ -655,17 +663,18 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. the books
         state["step"], metrics, transcripts = step, {"iteration": step}, []
-        is_checkpoint = step % args.eval_every == 0 or step == args.steps
-        if step % args.log_every == 0 or is_checkpoint:
+        is_evaluated, is_stopped = step % args.eval_every == 0 or step == args.steps, bool(interrupted)
+        if step % args.log_every == 0 or is_evaluated or is_stopped:
             metrics |= {tag: float(np.mean(values)) for tag, values in figures.items()}
             metrics |= {"memory/size": sum(replay.sizes()), "memory/priority": replay.sizes()[0]}
             metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
-            if is_checkpoint:
+            if is_evaluated:
                 explorer = explorer and Copy(network, texts)
                 evaluation, transcripts = greedy_play(explorer, guide, texts, rollouts, epsilon, args, step)
                 state["evaluations"].append(evaluation)
-            report(run, logs, writer, metrics | (evaluation if is_checkpoint else {}), transcripts)
-        if is_checkpoint:
+                metrics |= evaluation
+            report(run, logs, writer, metrics, transcripts)
+        if is_evaluated or is_stopped:
             # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
             views, explorer, guide = [], explorer and Copy(network, texts), Guide(args, texts)
             state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
@@ -674,11 +683,15 @@ def main(args: Args) -> dict[str, float]:
             try:
                 save_run(run, state, texts, replay)
             except (OSError, RuntimeError) as error:  # a full disk is no reason to lose what was learned
-                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}; the run goes on")
+                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}")
+        if is_stopped:
+            print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
+            break
         if len(metrics) > 1:
             figures, began = defaultdict(list), time.time()
     writer.close()
     rollouts.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the mean of the last 10 %
     summary = {tag.replace("/", "_"): float(np.mean([row[tag] for row in last])) for tag in (last or [{}])[0]}
