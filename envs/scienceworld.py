@@ -125,7 +125,7 @@ class Simulator:
         "-XX:+UnlockExperimentalVMOptions",
         "-XX:hashCode=2",
     )
-    TIMEOUT = 120  # seconds after which a call counts as hung
+    TIMEOUT = 300  # seconds after which a call counts as hung; eight that start on a busy machine take minutes
 
     def __init__(self):
         from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
@@ -152,7 +152,7 @@ class Simulator:
         for connection in self._gateway._gateway_client.deque:  # its one connection, as one thread calls
             connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its messages are short
         self._join = self._gateway.jvm.String.join
-        self._server = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        self._server = self._call(self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface)
 
     def call(self, method: str, *args):
         """Calls a method of the simulator's Python interface."""
