@@ -85,7 +85,7 @@ class Args:
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
 
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
-    demonstrations: int = 16_000  # solutions that the world's scripted player makes for the warm start
+    demonstrations: int = 16_000  # solutions that a scripted player makes for the warm start; 0 only with another --model
     warm_start_epochs: int = 2  # passes over the demonstrations; 0 leaves the model as it is
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
     warm_start_batch: int = 16  # solutions in an update of the warm start
@@ -792,7 +792,7 @@ def main(args: Args) -> dict[str, float]:
         logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
     else:
         dialogues = worlds[0].demonstrations(args.demonstrations, args.seed)
-        if not dialogues:
+        if not dialogues and args.model == "tiny":
             stop("--demonstrations 0: the tiny model's vocabulary is trained on them; give at least one")
         model = make_model(args, [d["observations"][-1] for d in dialogues])
         if args.model == "tiny":

@@ -83,6 +83,11 @@ ENVS = {
         "envs.webshop:WebShopTrain", "the same with the other 5,948 instructions", "gymnasium, numpy, rapidfuzz"
     ),
     "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
+    "appworld": Entry(
+        "envs.appworld:AppWorld",
+        "the benchmark AppWorld: what someone asks for, in Python that calls nine apps",
+        "gymnasium, appworld in a virtual environment of its own, and its data",
+    ),
     "scienceworld": Entry(
         "envs.scienceworld:ScienceWorld",
         "do one of 30 school experiments in a house of 10 rooms",
