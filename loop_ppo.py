@@ -85,7 +85,7 @@ class Args:
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
 
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
-    demonstrations: int = 16_000  # solutions that a scripted player makes for the warm start; 0 only with another --model
+    demonstrations: int = 16_000  # solutions of a scripted player for the warm start; 0 only with another --model
     warm_start_epochs: int = 2  # passes over the demonstrations; 0 leaves the model as it is
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
     warm_start_batch: int = 16  # solutions in an update of the warm start
