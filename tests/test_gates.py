@@ -556,7 +556,7 @@ def start(script: Path, runs: Path, iterations: int, save_every: int) -> subproc
 
 def wait_for_lines(runs: Path, n: int, process) -> Path:
     """The run's folder, once its metrics have `n` lines."""
-    deadline = time.time() + 120
+    deadline = time.time() + 300  # a world of Java processes starts slowly where others work, too
     while time.time() < deadline and process.poll() is None:
         found = list(runs.glob("*/metrics.jsonl"))
         if found and found[0].read_text().count("\n") >= n:
