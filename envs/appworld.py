@@ -38,7 +38,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -109,10 +109,13 @@ class Connection(http.client.HTTPConnection):
     """HTTP over a socket that is a file."""
 
     def __init__(self, path: str, timeout: float):
-        super().__init__("localhost")
+        super().__init__("localhost", timeout=timeout)
+        self.path = path
+
+    def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(timeout)
-        self.sock.connect(path)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
 
 
 class Server:
@@ -135,8 +138,8 @@ class Server:
         deadline = time.monotonic() + patience
         while True:
             try:
-                Connection(self.socket, patience).close()
-                return
+                with closing(Connection(self.socket, patience)) as connection:
+                    return connection.connect()
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     said = self.last_words()
@@ -147,13 +150,11 @@ class Server:
     def ask(self, path: str, **body) -> object:
         """POSTs a request and returns the "output" of the reply. Raises Broken, also if it takes too long."""
         try:
-            connection = Connection(self.socket, self.patience)
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            reply = response.read(MAX_REPLY)
-            connection.close()
-            if response.status == 200:
-                return json.loads(reply)["output"]
+            with closing(Connection(self.socket, self.patience)) as connection:
+                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                if response.status == 200:
+                    return json.loads(response.read(MAX_REPLY))["output"]
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
             raise Broken(f"{path}: {type(error).__name__}: {error}") from error
         time.sleep(0.1)  # it writes the reason to its log after it has answered
@@ -225,15 +226,10 @@ class AppWorld(gymnasium.Env):
     `info["answer"]` of `reset` is the id of the task. The last info["episode"] has "passed" and "tests" besides.
     The first reset starts the server. If it breaks or hangs, it is killed and envs.WorldBroken raised: the episode is
     over, and the next reset starts another.
-
-    Options: `appworld`, the command; `root`, the folder in which `data` is; `split`, one of SPLITS, a hyphen will do;
-    `reward`, "fraction" of the tests or "success", 1 if all were passed; `max_turns`, 0 for the paper's 40 in training
-    and 50 elsewhere; `max_output`, the characters of a turn's output that are shown; `timeout`, the seconds that code
-    may run; `episodes_per_server`, 1 for a fresh process each time.
     """
 
     id = "appworld"
-    max_action_chars = 6000  # D3: 1,500 tokens
+    max_action_chars = 6000  # D3: LOOP has 1,500 tokens
     append_only = True
     multiline = True
     demonstration_env = "appworld"
@@ -242,14 +238,14 @@ class AppWorld(gymnasium.Env):
 
     def __init__(
         self,
-        appworld: str | Path = "",
-        root: str | Path = "",
-        split: str = "train",
-        reward: str = "fraction",
-        max_turns: int = 0,
-        max_output: int = 12_000,  # D3: 3,000 tokens
-        timeout: int = 100,
-        episodes_per_server: int = 50,  # D2
+        appworld: str | Path = "",  # the command; empty takes $APPWORLD
+        root: str | Path = "",  # the folder in which `data` is; empty takes $APPWORLD_ROOT
+        split: str = "train",  # one of SPLITS, a hyphen will do
+        reward: str = "fraction",  # of the tests, or "success": 1 if all were passed
+        max_turns: int = 0,  # 0 takes LOOP's 40 in training and 50 elsewhere
+        max_output: int = 12_000,  # D3: characters of a turn's output that are shown; LOOP has 3,000 tokens
+        timeout: int = 100,  # seconds that code may run
+        episodes_per_server: int = 50,  # D2: 1 for a fresh process each time
     ):
         self.split = split.replace("-", "_")
         if self.split not in SPLITS:

@@ -586,7 +586,7 @@ HELD = {  # code, and what it reads
 NOT_HELD = {
     "o = open; print(o(FILE).read())": "what is in the file",
     "import pathlib; print(pathlib.Path(FILE).read_text())": "what is in the file",
-    "f = __import__('_io').open(FILE, 'a'); print(f.write('!'))": "1",
+    "io = __import__('_io'); print(io.open(FILE, 'a').write('!'))": "1",
     "print(__import__('posix').system('test -d /'))": "0",
     "print(__import__('socket').socket().family)": "2",
     "print(__import__('ctypes').CDLL(None).getppid() > 0)": "True",
