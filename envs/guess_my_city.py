@@ -710,8 +710,8 @@ def scripted(
 ) -> str:
     """Asks without a plan and guesses too early, yet never what it could know: the player of the demonstrations.
 
-    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). The few broad questions are what a
-    small model can come to know the answers of; with broad=8, open=0.05 it knew too little to learn from.
+    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). The few broad questions are
+    those whose answers a small model can come to know; with broad=8, open=0.05 it knew too little to learn from.
 
     Draws any yes/no question whose answer is still open and that is true of at least `broad` cities, with the
     probability `open` an open question instead, or guesses any city still possible: with the probability `guess`, and
