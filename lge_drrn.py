@@ -7,8 +7,7 @@
 """LGE: a Guide prunes the thousand valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.
 
     python lge_drrn.py --task find-living-thing          # 1,500 steps of 8 worlds; what to expect: docs/lge_drrn.md
-    python lge_drrn.py --guide none                      # the explorer alone: plain DRRN
-    python lge_drrn.py --explorer random                 # the floor
+    python lge_drrn.py --guide none                      # the explorer alone, plain DRRN; --explorer random: the floor
     python lge_drrn.py --steps 100000 --memory 100000    # the paper's length
     python lge_drrn.py --resume runs/...
 
@@ -23,27 +22,23 @@ Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXi
   E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              sec. 2.2          sample
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
-  D1  Targets, and the player, use a copy of the network that is renewed every 50 updates (--copy-every 1): a text is
-      then encoded once in 50 updates, and no target runs after itself.
+  D1  Targets and player use a copy of the network, renewed every 50 updates (--copy-every 1): fewer texts to encode.
   D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer (--no-q-hidden).
-  D3  Transitions with positive reward fill the half of the memory meant for them (--priority released): the authors'
-      agent never marks one, so that its memory and its batches have half the size.
+  D3  Positive rewards fill the memory's priority half (--priority released): the authors' agent leaves it empty.
   D4  The step limit bootstraps, and no transition crosses a reset, as one in each episode of the authors' does.
-  D5  Byte pairs trained on the world's own text may span words; the authors bring along 8,000 unigrams.
+  D5  Byte pairs trained on the world's own text, which may span words; the authors bring along 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
 """
 
 import copy
 import json
-import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -58,7 +53,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import envs
-from envs.scienceworld import TASKS, variations
+from envs.scienceworld import TASKS, Worlds, variations
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -86,8 +81,7 @@ class Args:
 
     hidden: int = 128  # size of embeddings and GRUs (authors' flag: 128)
     q_hidden: bool = True  # a hidden layer in the Q head (D2)
-    vocabulary: int = 1_000  # size of the byte-pair vocabulary
-    superwords: bool = True  # byte pairs may span words (D5)
+    vocabulary: int = 1_000  # size of the byte-pair vocabulary (D5)
     vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
 
     memory: int = 100_000  # transitions that the replay memory holds (authors' flag: 100,000)
@@ -114,10 +108,8 @@ METRICS = {
     "rollout/died": "Java processes that died since the last line; not 0 wants a look at the machine's memory",
     "explorer/loss": "E3, mean; grows when the first rewards are found, then should settle",
     "explorer/q": "Q of the actions in the batch, mean in points of score; far beyond 100 it has diverged",
-    "explorer/target": "y of E2, mean, likewise",
     "explorer/grad_norm": "before clipping",
-    "memory/size": "transitions in the replay memory",
-    "memory/priority": "of these, in the priority part; at 0 no reward has been found yet",
+    "memory/priority": "transitions in the memory's priority part; at 0 no reward has been found yet",
     "eval/test_score": "mean of max(score, 0) of greedy episodes on test variations, in percent; the paper's figure",
     "eval/test_success": "share of these that reached 100",
     "eval/test_failure": "share that ended with -100",
@@ -205,16 +197,14 @@ class Replay:
 
     def state_dict(self) -> dict:
         """Everything as tensors, which load without running code."""
-        rows = np.concatenate([start + np.arange(n) for start, n in zip(self.starts, self.sizes(), strict=True)])
-        sets = [self.next_actions[row] for row in rows]
-        arrays = rows, self.numbers[rows], self.figures[rows], np.concatenate([*sets, np.zeros(0, np.int32)])
-        return {"pushed": self.pushed, "lengths": list(map(len, sets)), "arrays": [torch.from_numpy(a) for a in arrays]}
+        arrays = self.numbers, self.figures, np.concatenate(self.next_actions)
+        lengths = [len(actions) for actions in self.next_actions]
+        return {"pushed": self.pushed, "lengths": lengths, "arrays": [torch.from_numpy(array) for array in arrays]}
 
     def load_state_dict(self, state: dict) -> None:
-        rows, numbers, figures, sets = (array.numpy() for array in state["arrays"])
-        self.pushed, self.numbers[rows], self.figures[rows] = state["pushed"], numbers, figures
-        for row, actions in zip(rows, np.split(sets, np.cumsum(state["lengths"])[:-1]), strict=False):
-            self.next_actions[row] = actions
+        self.numbers, self.figures, sets = (array.numpy() for array in state["arrays"])
+        self.next_actions = np.split(sets, np.cumsum(state["lengths"])[:-1])
+        self.pushed = state["pushed"]
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -270,24 +260,15 @@ class DRRN(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.encoders = nn.ModuleDict({name: nn.GRU(hidden, hidden) for name in (*FIELDS, "action")})
-        self.first = nn.Linear(4 * hidden, hidden if q_hidden else 1)  # D2
+        width = hidden if q_hidden else 1  # D2
+        self.state_part, self.action_part = nn.Linear(3 * hidden, width), nn.Linear(hidden, width, bias=False)
         self.last = nn.Linear(hidden, 1) if q_hidden else None
 
-    def encode(self, name: str, tokens: list[torch.Tensor]) -> torch.Tensor:
-        """The last hidden states [N, H] of a GRU that reads N texts."""
-        packed = nn.utils.rnn.pack_sequence(tokens, enforce_sorted=False)
+    def encode(self, name: str, texts: Texts, numbers) -> torch.Tensor:
+        """The last hidden states [N, H] of a GRU that reads the texts of these numbers."""
+        packed = nn.utils.rnn.pack_sequence([texts.tokens[i] for i in numbers], enforce_sorted=False)
         embedded = packed._replace(data=self.embedding(packed.data.to(self.embedding.weight.device)))
         return self.encoders[name](embedded)[1][0]
-
-    def state_part(self, fields: list[torch.Tensor]) -> torch.Tensor:
-        """What a state adds to the first layer [N, H], from its three encodings [N, H]."""
-        weight = self.first.weight
-        return nn.functional.linear(torch.cat(fields, -1), weight[:, : -weight.shape[1] // 4], self.first.bias)
-
-    def action_part(self, action_NH: torch.Tensor) -> torch.Tensor:
-        """What an action adds to the first layer [N, H], from its encoding."""
-        weight = self.first.weight
-        return nn.functional.linear(action_NH, weight[:, -weight.shape[1] // 4 :])
 
     def q(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """E1, from the parts of states and actions, [N, H] both or one [H] and one [A, H]."""
@@ -296,25 +277,21 @@ class DRRN(nn.Module):
 
 
 class Table:
-    """Rows of numbers for texts, each computed when it is first asked for."""
+    """Rows of numbers for texts, each computed by `compute(numbers of N texts) -> [N, H]` when first asked for."""
 
-    def __init__(self, compute: Callable[[list[int]], torch.Tensor]):
-        self.compute, self.row, self.data, self.size = compute, np.zeros(0, np.int64), None, 0
+    def __init__(self, compute):
+        self.compute, self.row, self.data, self.size = compute, np.zeros(0, np.int64), torch.zeros(0), 0
 
     def __call__(self, numbers: np.ndarray) -> torch.Tensor:
         """The rows [len(numbers), H] of texts given by their numbers."""
-        if (length := int(numbers.max()) + 1) > len(self.row):
-            self.row = np.concatenate([self.row, np.full(2 * length - len(self.row), -1)])
+        if (longest := int(numbers.max())) >= len(self.row):
+            self.row = np.append(self.row, np.full(longest + 1, -1))  # twice as long: growing costs little
         missing = np.unique(numbers[self.row[numbers] < 0])
-        for start in range(0, len(missing), 1024):  # in parts, as memory goes
-            part = missing[start : start + 1024]
-            new = self.compute(part.tolist())
-            if self.data is None or self.size + len(new) > len(self.data):
-                empty = new.new_empty(2 * (self.size + len(new)), new.shape[1])
-                self.data = empty if self.data is None else torch.cat([self.data[: self.size], empty])
-            self.row[part] = np.arange(self.size, self.size + len(new))
-            self.data[self.size : self.size + len(new)] = new
-            self.size += len(new)
+        if len(missing):
+            new, end = self.compute(missing), self.size + len(missing)
+            if end > len(self.data):
+                self.data = torch.cat([self.data.to(new), new.new_empty(end, new.shape[1])])
+            self.data[self.size : end], self.row[missing], self.size = new, np.arange(self.size, end), end
         return self.data[torch.from_numpy(self.row[numbers])]
 
 
@@ -322,18 +299,14 @@ class Copy:
     """D1: the network as it was, and all that it has encoded since."""
 
     def __init__(self, network: DRRN, texts: Texts):
-        self.network = copy.deepcopy(network).requires_grad_(False)
-
-        def encode(name: str, numbers: list[int]) -> torch.Tensor:
-            return self.network.encode(name, [texts.tokens[i] for i in numbers])
-
-        self.fields = [Table(lambda numbers, name=name: encode(name, numbers)) for name in FIELDS]
-        self.actions = Table(lambda numbers: self.network.action_part(encode("action", numbers)))
+        old = self.network = copy.deepcopy(network).requires_grad_(False)
+        self.fields = [Table(lambda numbers, name=name: old.encode(name, texts, numbers)) for name in FIELDS]
+        self.actions = Table(lambda numbers: old.action_part(old.encode("action", texts, numbers)))
 
     def q(self, state_N3: np.ndarray, actions: list[np.ndarray]) -> list[torch.Tensor]:
         """Q [A] of each state's actions."""
         columns = zip(self.fields, state_N3.T, strict=True)
-        state_NH = self.network.state_part([table(column) for table, column in columns])
+        state_NH = self.network.state_part(torch.cat([table(column) for table, column in columns], -1))
         return [self.network.q(state, self.actions(row)) for state, row in zip(state_NH, actions, strict=True)]
 
 
@@ -359,46 +332,29 @@ def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -
 class Guide:
     """Which of the valid actions the explorer may take."""
 
-    NAVIGATION = re.compile("(go|teleport) to ")
-
     def __init__(self, args: Args, texts: Texts):
-        self.args, self.texts, self.is_navigation = args, texts, np.zeros(0, bool)
-        self.table = None
-        if args.guide != "none":
-            encoder, tokenizer, about = load_guide(args)
-
-            def vectors(numbers: list[int]) -> torch.Tensor:
-                found = [texts.texts[i] for i in numbers]
-                return embed(encoder, tokenizer, found, about["pooling"], about["max_tokens"]).cpu()
-
-            self.table = Table(vectors)
+        self.args, self.texts, self.table = args, texts, None
+        if args.guide == "none":
+            return
+        try:
+            about = json.loads(Path(args.guide, "guide.json").read_text(encoding="utf-8"))
+            how = str(about["pooling"]), int(about["max_tokens"])
+            tokenizer = transformers.AutoTokenizer.from_pretrained(args.guide, local_files_only=True)
+            encoder = transformers.AutoModel.from_pretrained(args.guide, local_files_only=True)
+        except Exception as error:  # what a folder can hold has no end, nor have the errors
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            stop(f"--guide {args.guide}: {reason}; give a folder saved by guide_simcse.py, runs/.../guide, or none")
+        encoder.to(args.device, torch.float32).eval().requires_grad_(False)
+        self.table = Table(lambda numbers: embed(encoder, tokenizer, [texts.texts[i] for i in numbers], *how).cpu())
 
     def pruned(self, view: View) -> np.ndarray:
         """The valid actions that are left (E5)."""
         if not self.table:
             return view.valid
-        new = self.texts.texts[len(self.is_navigation) :]
-        self.is_navigation = np.append(self.is_navigation, [bool(self.NAVIGATION.match(text)) for text in new]) > 0
-        cosine_A = self.table(view.valid).numpy() @ self.table(np.array([view.task]))[0].numpy()
-        is_kept_A = self.is_navigation[view.valid] & (not self.args.prune_navigation)  # D6
-        return view.valid[prune(cosine_A, is_kept_A, self.args.top_k)]
-
-    def candidates(self, view: View, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-        """What the explorer may take now: with probability epsilon all that is valid."""
-        return view.valid if rng.random() < epsilon else self.pruned(view)
-
-
-def load_guide(args: Args):
-    """Encoder and tokenizer of --guide, and how guide_simcse.py made a vector of a text with them."""
-    try:
-        about = json.loads(Path(args.guide, "guide.json").read_text(encoding="utf-8"))
-        about = {"pooling": str(about["pooling"]), "max_tokens": int(about["max_tokens"])}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.guide, local_files_only=True)
-        encoder = transformers.AutoModel.from_pretrained(args.guide, local_files_only=True)
-    except Exception as error:  # what a folder can hold has no end, nor have the errors
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        stop(f"--guide {args.guide}: {reason}; give a folder saved by guide_simcse.py, runs/.../guide, or none")
-    return encoder.to(args.device, torch.float32).eval().requires_grad_(False), tokenizer, about
+        cosine_A = self.table(view.valid) @ self.table(np.array([view.task]))[0]
+        navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
+        is_kept_A = np.array([self.texts.texts[i].startswith(navigation) for i in view.valid])
+        return view.valid[prune(cosine_A.numpy(), is_kept_A, self.args.top_k)]
 
 
 def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
@@ -416,58 +372,17 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
 
 # ---------------------------------------------------------- 5. rollouts
 @torch.no_grad()
-def choose(explorer: Copy | None, views: list[View], candidates: list[np.ndarray], u: np.ndarray | None):
-    """A place in each list of candidates and the Q [A] of all; `u` uniform numbers to sample with, None is greedy.
+def choose(explorer: Copy | None, guide: Guide, views: list[View], epsilon: float, rng, is_greedy: bool = False):
+    """An action for each view, and the Q [A] of all that it was chosen from.
 
     Any policy of state and candidates may stand here. Without an explorer every candidate is as good as the next.
     """
+    candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
+    q = [torch.zeros(len(row)) for row in candidates]
     if explorer:
         q = explorer.q(np.array([view.state for view in views]), candidates)
-    else:
-        q = [torch.zeros(len(row)) for row in candidates]
-    return [int(q_A.argmax()) if u is None else sample(q_A, u[i]) for i, q_A in enumerate(q)], q
-
-
-def advance(world, action: str, index: int):
-    """A step and, where it ends the episode, the reset to task `index`: what step returned, and what is seen then."""
-    result = world.step(action)
-    is_over = result[2] or result[3]
-    return result, world.reset(options={"index": index})[1] if is_over else result[4]
-
-
-class Rollouts:
-    """The worlds, in threads: while Java works, Python is free, to train for example."""
-
-    def __init__(self, args: Args):
-        options = {"task": args.task, "simplifications": args.simplifications, "step_limit": args.step_limit}
-        self.worlds = [envs.make(args.env, **options) for _ in range(args.worlds)]
-        self.pool = ThreadPoolExecutor(args.worlds)
-
-    def reset(self, split: str, indices: list[int]) -> list[dict]:
-        """Starts as many worlds as there are indices of the split's variations; what they show."""
-        for world in self.worlds:
-            world.choose(split)
-        started = zip(self.worlds, indices, strict=False)
-        futures = [self.pool.submit(world.reset, options={"index": index}) for world, index in started]
-        return [future.result()[1] for future in futures]
-
-    def close(self) -> None:
-        self.pool.shutdown()
-        for world in self.worlds:
-            world.close()
-
-
-def read_vocabulary(rollouts: Rollouts, args: Args, rng: np.random.Generator) -> list[str]:
-    """All different texts that the worlds show to a random player, to train the vocabulary on."""
-    num_tasks, found = len(rollouts.worlds[0].variations), {}
-    infos = rollouts.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
-    for _ in range(args.vocabulary_steps):
-        for info in infos:
-            found |= dict.fromkeys([info["task"], info["observation"], info["look"], info["inventory"], *info["valid"]])
-        actions = [info["valid"][rng.integers(len(info["valid"]))] for info in infos]
-        indices = rng.integers(num_tasks, size=args.worlds).tolist()
-        infos = [seen for _, seen in rollouts.pool.map(advance, rollouts.worlds, actions, indices)]
-    return [text + "\n" for text in found if text]
+    draw = [int(q_A.argmax()) if is_greedy and explorer else sample(q_A, rng.random()) for q_A in q]
+    return [int(row[place]) for row, place in zip(candidates, draw, strict=True)], q
 
 
 # ---------------------------------------------------------- 6. updates
@@ -476,11 +391,11 @@ def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Arg
 
     def encode(name: str, number_N: np.ndarray) -> torch.Tensor:
         distinct, place_N = np.unique(number_N, return_inverse=True)
-        return network.encode(name, [texts.tokens[i] for i in distinct])[torch.from_numpy(place_N)]
+        return network.encode(name, texts, distinct)[torch.from_numpy(place_N)]
 
     number_N7, figure_N2, next_actions = batch
     *fields, action_NH = map(encode, (*FIELDS, "action"), number_N7[:, :4].T)
-    q_N = network.q(network.state_part(fields), network.action_part(action_NH))
+    q_N = network.q(network.state_part(torch.cat(fields, -1)), network.action_part(action_NH))
     with torch.no_grad():
         next_q_N = torch.stack([q_A.max() for q_A in target.q(number_N7[:, 4:], next_actions)])
         reward_N, terminated_N = figure_N2.to(q_N.device).T
@@ -490,14 +405,11 @@ def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Arg
     loss.backward()
     norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
     optimizer.step()
-    figures = {"loss": loss, "q": q_N.mean(), "target": y_N.mean(), "grad_norm": norm}
-    return {f"explorer/{name}": figure.item() for name, figure in figures.items()}
+    return {"explorer/loss": loss.item(), "explorer/q": q_N.mean().item(), "explorer/grad_norm": norm.item()}
 
 
 # ---------------------------------------------------------- 7. evaluation
-def greedy_play(
-    explorer: Copy | None, guide: Guide, texts: Texts, rollouts: Rollouts, epsilon: float, args: Args, n: int
-):
+def greedy_play(explorer: Copy | None, guide: Guide, texts: Texts, worlds: Worlds, epsilon: float, args: Args, n: int):
     """Greedy episodes on dev and test: metrics, and two transcripts of each. `n` sets the variations, for all runs.
 
     Candidates are drawn as in training (E5), as in the authors' code; the random explorer stays random.
@@ -507,21 +419,19 @@ def greedy_play(
         rng, played = np.random.default_rng(n), []
         indices = rng.integers(len(variations(args.task, split)), size=args.eval_episodes).tolist()
         for start in range(0, len(indices), args.worlds):
-            alive = dict(enumerate(rollouts.reset(split, indices[start : start + args.worlds])))
+            alive = dict(enumerate(worlds.reset(split, indices[start : start + args.worlds])))
             episodes = [{"split": split, "variation": info["answer"], "turns": []} for info in alive.values()]
             while alive:
                 views = [view(info, texts) for info in alive.values()]
-                candidates = [guide.candidates(v, epsilon, rng) for v in views]
-                places, q = choose(explorer, views, candidates, None if explorer else rng.random(len(views)))
-                actions = [texts.texts[row[place]] for row, place in zip(candidates, places, strict=True)]
-                results = rollouts.pool.map(lambda i, action: rollouts.worlds[i].step(action), [*alive], actions)
-                for i, place, q_A, result in zip([*alive], places, q, results, strict=True):
-                    _, reward, terminated, truncated, alive[i] = result
-                    turn = {"action": alive[i]["action"], "reply": alive[i]["observation"], "reward": reward}
-                    episodes[i]["turns"].append(turn | {"Q": round(q_A[place].item(), 3)})
-                    if terminated or truncated:
-                        episodes[i] |= {"score": alive[i]["score"], "died": alive.pop(i)["died"]}
-            played += [episode for episode in episodes if not episode["died"]]
+                chosen, q = choose(explorer, guide, views, epsilon, rng, is_greedy=True)
+                results = worlds.step({i: texts.texts[number] for i, number in zip(alive, chosen, strict=True)})
+                for i, q_A, (result, info) in zip([*alive], q, results, strict=True):
+                    turn = {"action": info["action"], "reply": info["observation"], "reward": result[1]}
+                    episodes[i]["turns"].append(turn | {"Q": round(q_A.max().item(), 3)})
+                    alive[i] = info
+                    if "episode" in info:
+                        episodes[i]["score"] = alive.pop(i)["score"]
+                        played += [episodes[i]] if not info["died"] else []
         scores = np.array([episode["score"] for episode in played] or [0])
         figures = {"score": scores.clip(0), "success": scores >= 100, "failure": scores < 0}
         metrics |= {f"eval/{split}_{name}": float(figure.mean()) for name, figure in figures.items()}
@@ -553,7 +463,6 @@ def save_run(run: Path, state: dict, texts: Texts, replay: Replay) -> None:
     texts.tokenizer.save_pretrained(temporary / "tokenizer")
     (temporary / "texts.json").write_text(json.dumps(texts.texts), encoding="utf-8")
     torch.save(state | {"replay": replay.state_dict()}, temporary / "state.pt")
-    shutil.rmtree(folder, ignore_errors=True)
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
     for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
@@ -576,8 +485,8 @@ def main(args: Args) -> dict[str, float]:
     started, cpu_started = time.time(), time.process_time()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    rng, rollouts = np.random.default_rng(args.seed), Rollouts(args)
-    num_tasks = len(variations(args.task, "train"))
+    rng, num_tasks = np.random.default_rng(args.seed), len(variations(args.task, "train"))
+    worlds = Worlds(args.worlds, task=args.task, simplifications=args.simplifications, step_limit=args.step_limit)
 
     # --- all that learns, of a run or new
     state = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}
@@ -592,7 +501,8 @@ def main(args: Args) -> dict[str, float]:
     else:
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__lge_drrn__{args.seed}__{now}"
-        texts = Texts(make_tokenizer(read_vocabulary(rollouts, args, rng), args.vocabulary, args.superwords))
+        shown = worlds.texts(args.vocabulary_steps, rng)
+        texts = Texts(make_tokenizer([text + "\n" for text in shown], args.vocabulary))  # D5
     network = DRRN(len(texts.tokenizer), args.hidden, args.q_hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     replay, guide = Replay(args.memory, args.priority_fraction), Guide(args, texts)
@@ -610,6 +520,9 @@ def main(args: Args) -> dict[str, float]:
         write(run / name, logs[name])
     print(f"{run}: {args.task}, guide {args.guide}, vocabulary of {len(texts.tokenizer)}")
 
+    interrupted = []  # Ctrl-C ends the step that it falls into; a second one aborts
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
+
     # --- steps
     writer = SummaryWriter(str(run), purge_step=state["step"] + 1)
     todo = range(state["step"] + 1, args.steps + 1)
@@ -617,14 +530,12 @@ def main(args: Args) -> dict[str, float]:
     for step in tqdm(todo, "steps", initial=state["step"], total=args.steps, disable=None):
         # 1. the worlds take a step, in threads
         if not views:  # at the start, and behind a checkpoint: all begin anew
-            infos = rollouts.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
+            infos = worlds.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
             views = [view(info, texts) for info in infos]
         epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
-        candidates = [guide.candidates(v, epsilon, rng) for v in views]
-        places, q = choose(explorer, views, candidates, rng.random(len(views)))
-        chosen = [int(row[place]) for row, place in zip(candidates, places, strict=True)]
+        chosen, q = choose(explorer, guide, views, epsilon, rng)
         indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
-        results = rollouts.pool.map(advance, rollouts.worlds, [texts.texts[number] for number in chosen], indices)
+        results = worlds.step({i: texts.texts[number] for i, number in enumerate(chosen)}, indices)
 
         # 2. meanwhile the explorer learns from what is in the memory
         if explorer and sum(replay.sizes()) >= args.batch:
@@ -648,24 +559,26 @@ def main(args: Args) -> dict[str, float]:
             replay.push(before.state, chosen[i], after.state, reward, terminated, next_actions, is_prior)  # D4
             if terminated or truncated:
                 state["episodes"] += 1
-                score, length = info["score"], info["episode"]["length"]
-                ended = {"score": max(score, 0), "success": score >= 100, "failure": score < 0, "length": length}
-                for name, figure in ended.items():
-                    figures[f"rollout/{name}"].append(figure)
+                figures["rollout/score"].append(max(info["score"], 0))
+                figures["rollout/success"].append(info["score"] >= 100)
+                figures["rollout/failure"].append(info["score"] < 0)
+                figures["rollout/length"].append(info["episode"]["length"])
 
         # 4. the books
-        state["step"], metrics, transcripts = step, {"iteration": step}, []
-        is_checkpoint = step % args.eval_every == 0 or step == args.steps
-        if step % args.log_every == 0 or is_checkpoint:
-            metrics |= {tag: float(np.mean(values)) for tag, values in figures.items()}
-            metrics |= {"memory/size": sum(replay.sizes()), "memory/priority": replay.sizes()[0]}
-            metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
-            if is_checkpoint:
-                explorer = explorer and Copy(network, texts)
-                evaluation, transcripts = greedy_play(explorer, guide, texts, rollouts, epsilon, args, step)
-                state["evaluations"].append(evaluation)
-            report(run, logs, writer, metrics | (evaluation if is_checkpoint else {}), transcripts)
-        if is_checkpoint:
+        state["step"] = step
+        is_evaluated, is_stopped = step % args.eval_every == 0 or step == args.steps, bool(interrupted)
+        if step % args.log_every and not (is_evaluated or is_stopped):
+            continue
+        metrics = {"iteration": step} | {tag: float(np.mean(values)) for tag, values in figures.items()}
+        metrics["memory/priority"] = replay.sizes()[0]
+        metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
+        if is_evaluated:
+            evaluation, transcripts = greedy_play(explorer, guide, texts, worlds, epsilon, args, step)
+            state["evaluations"].append(evaluation)
+            metrics |= evaluation
+            logs["rollouts.jsonl"] += [{"iteration": step} | transcript for transcript in transcripts]
+        report(run, logs, writer, metrics)
+        if is_evaluated or is_stopped:
             # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
             views, explorer, guide = [], explorer and Copy(network, texts), Guide(args, texts)
             state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
@@ -674,11 +587,14 @@ def main(args: Args) -> dict[str, float]:
             try:
                 save_run(run, state, texts, replay)
             except (OSError, RuntimeError) as error:  # a full disk is no reason to lose what was learned
-                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}; the run goes on")
-        if len(metrics) > 1:
-            figures, began = defaultdict(list), time.time()
+                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}")
+        if is_stopped:
+            print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
+            break
+        figures, began = defaultdict(list), time.time()
     writer.close()
-    rollouts.close()
+    worlds.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the mean of the last 10 %
     summary = {tag.replace("/", "_"): float(np.mean([row[tag] for row in last])) for tag in (last or [{}])[0]}
@@ -713,16 +629,14 @@ def checked(args: Args) -> Args:
     return replace(args, task=task, guide=guide)
 
 
-def report(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], transcripts: list[dict]) -> None:
-    """The metrics to TensorBoard, metrics.jsonl and the terminal; some episodes of an evaluation to rollouts.jsonl."""
-    shown = {"score": "rollout/score", "failure": "rollout/failure", "loss": "explorer/loss", "Q": "explorer/q"}
-    shown |= {"steps/s": "time/steps_per_second", "dev": "eval/dev_score", "test": "eval/test_score"}
+def report(run: Path, logs: dict[str, list], writer, metrics: dict[str, float]) -> None:
+    """The metrics to TensorBoard, metrics.jsonl and the terminal; the episodes of an evaluation to rollouts.jsonl."""
+    shown = {"score": "rollout/score", "failure": "rollout/failure", "Q": "explorer/q", "test": "eval/test_score"}
     line = "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics)
     tqdm.write(f"{metrics['iteration']:6d}{line}")
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], metrics["iteration"])
     logs["metrics.jsonl"].append(metrics)
-    logs["rollouts.jsonl"] += [{"iteration": metrics["iteration"]} | transcript for transcript in transcripts]
     for name in LOGS:
         write(run / name, logs[name])
 

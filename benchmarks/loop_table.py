@@ -35,8 +35,8 @@ COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_s
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
 START, END = "<!-- table -->", "<!-- /table -->"
-QUICK = "--iterations 1 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2 --rollouts 3"
-QUICK += " --eval-episodes 3 --max-action-tokens 6"
+QUICK = "--iterations 1 --drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
+QUICK += " --rollouts 3 --eval-episodes 3 --max-action-tokens 6"
 
 
 @dataclass

@@ -52,6 +52,7 @@ DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf
 WORDS = {name: words.split() for name, words in DATA["words"].items()}
 TYPES = {"int": int, "str": str, "any": object}
 MAX_TEXT = 300  # characters of a text that a call takes
+NUMBERS = range(10, 100)  # ids and most other numbers: few enough for a small model to know each of them
 
 
 class Call(NamedTuple):
@@ -135,11 +136,12 @@ def empty_database() -> bytes:
 
 def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> None:
     """Fills an empty database with invented people and things; `kinds` are the devices that there are."""
-    numbers = iter(rng.sample(range(100, 1000), 120))  # ids, phone numbers, passwords: each is there once
+    ids = {table: iter(rng.sample(NUMBERS, 20)) for table in DATA["tables"]}
+    numbers = iter(rng.sample(NUMBERS, 10))  # phone numbers and passwords
 
     def add(table: str, **row) -> None:
         marks = ", ".join("?" * (len(row) + 1))
-        db.execute(f"insert into {table} (id, {', '.join(row)}) values ({marks})", (next(numbers), *row.values()))
+        db.execute(f"insert into {table} (id, {', '.join(row)}) values ({marks})", (next(ids[table]), *row.values()))
 
     def some(name: str, n: int) -> list[str]:
         return rng.sample(WORDS[name], n)
@@ -152,28 +154,28 @@ def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> No
     names = some("name", 7)
     for name in names:
         add("contact", name=name, phone=next(numbers), kind=one("kind"))
-    for subject, day in zip(some("title", 9), rng.sample(range(1, 100), 9), strict=True):
+    for subject, day in zip(some("title", 9), rng.sample(NUMBERS, 9), strict=True):
         sender, read = rng.choice(names[:4]), rng.randrange(2)
         add("mail", sender=sender, subject=subject, day=day, read=read, starred=0, words=one("words"))
     for title in some("title", 5):
         add("note", title=title, words=one("words"), pinned=0)
-    days = rng.sample(range(1, 100), 3)
+    days = rng.sample(NUMBERS, 3)
     for title, hour in zip(some("title", 6), rng.sample(range(8, 20), 6), strict=True):
         add("event", title=title, name=rng.choice(names), day=rng.choice(days), hour=hour)
-    for title, seconds in zip(some("song", 7), rng.sample(range(100, 400), 7), strict=True):
+    for title, seconds in zip(some("song", 7), rng.sample(NUMBERS, 7), strict=True):
         add("song", title=title, artist=one("artist"), seconds=seconds, liked=int(rng.random() < 0.2))
-    for title, size in zip(some("title", 6), rng.sample(range(1, 100), 6), strict=True):
+    for title, size in zip(some("title", 6), rng.sample(NUMBERS, 6), strict=True):
         add("file", title=title, folder=one("folder"), size=size)
-    add("account", balance=rng.randrange(200, 1000))
+    add("account", balance=rng.choice(NUMBERS))
     for _ in range(5):
-        add("transfer", name=rng.choice(names[:3]), amount=rng.randrange(5, 100))
+        add("transfer", name=rng.choice(names[:3]), amount=rng.randrange(1, 20))
     for name in rng.sample(names, 4):
-        add("request", name=name, amount=rng.randrange(5, 100), state=rng.choice(["open", "denied"]))
-    for kind in kinds:
+        add("request", name=name, amount=rng.randrange(1, 10), state=rng.choice(["open", "denied"]))
+    for kind in rng.sample(kinds, min(6, len(kinds))):
         for room, level in zip(some("room", 3), rng.sample(range(10), 3), strict=True):
             add("device", kind=kind, room=room, level=level)
     for product in some("product", 4):
-        add("product", product=product, price=rng.randrange(5, 100), stock=rng.randrange(5, 100))
+        add("product", product=product, price=rng.choice(NUMBERS), stock=rng.choice(NUMBERS))
     for product in some("product", 3):
         add("purchase", product=product, count=rng.randrange(1, 10), state=rng.choice(["open", "canceled"]))
 
@@ -199,11 +201,11 @@ def difference(before: dict, after: dict) -> Counter:
 # ----------------------------------------------------------------------------------- 3. the tasks
 
 VARIANTS = 3  # tasks of a scenario
-SPLITS = {"train": 8, "dev": 1, "test-normal": 2, "test-challenge": 4}  # scenarios of each kind
+SPLITS = {"train": 40, "dev": 1, "test-normal": 2, "test-challenge": 4}  # scenarios of each kind
 FRESH = {  # what a task may ask for that is not in the database
-    "phone": lambda rng: rng.randrange(100, 1000),
-    "amount": lambda rng: rng.randrange(5, 100),
-    "day": lambda rng: rng.randrange(1, 100),
+    "phone": lambda rng: rng.choice(NUMBERS),
+    "amount": lambda rng: rng.randrange(1, 10),
+    "day": lambda rng: rng.choice(NUMBERS),
     "hour": lambda rng: rng.randrange(8, 20),
     "level": lambda rng: rng.randrange(1, 10),
 }
@@ -236,7 +238,7 @@ def tasks_of(split: str) -> list[tuple[Scenario, int, int]]:
     return [(kind, n, v) for kind in kinds for n in range(SPLITS[split]) for v in range(1, VARIANTS + 1)]
 
 
-@lru_cache(maxsize=10_000)
+@lru_cache(maxsize=2_000)
 def make_task(split: str, index: int) -> Task:
     """Invents task `index` of a split, the same one every time."""
     scenario, number, variant = tasks_of(split)[index]
@@ -479,10 +481,12 @@ class Apps(gymnasium.Env):
         """Scripted players by name; `player(observation, rng)` is an action."""
         return {"scripted": scripted, "expert": expert, "random": random_player}
 
-    def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
-        """`n` dialogues of the player `scripted` (whose knobs these are) about tasks of the split train."""
+    def demonstrations(self, n: int, seed: int, careful: float = 0.25, **knobs) -> list[dict]:
+        """`n` dialogues about tasks of the split train: the share `careful` the expert's, the others of the player
+        `scripted`, whose knobs the rest are."""
         world, player, rng = Apps(reward=self.reward), partial(scripted, **knobs), random.Random(seed)
-        made = [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+        players = (expert if rng.random() < careful else player for _ in range(n))
+        made = [dialogue(world, one, rng, rng.randrange(world.num_tasks)) for one in players]
         world.close()
         return made
 
@@ -536,8 +540,8 @@ def read_output(output: str) -> object:
     try:
         value = ast.literal_eval(output.strip())
     except (ValueError, SyntaxError):
-        return Guess(100)
-    return Guess(100) if value == [] else value
+        return Guess(50)
+    return Guess(50) if value == [] else value
 
 
 def completion(answer: object = None) -> str:
@@ -571,18 +575,26 @@ def expert(observation: str, rng: random.Random | None = None) -> str:
 
 
 def scripted(
-    observation: str, rng: random.Random, hasty: float = 0.2, guessing: float = 0.25, careless: float = 0.3
+    observation: str,
+    rng: random.Random,
+    hasty: float = 0.2,
+    guessing: float = 0.25,
+    careless: float = 0.2,
+    garbled: float = 0.03,
 ) -> str:
     """The expert with the habits of a language model that has not been trained: the player of the demonstrations.
 
     In the share `guessing` of the turns it does not take the next step, a look-up or the documentation, but assumes
     what it would have found; in the share `careless` it takes another number or name of the last output than the right
-    one; in the share `hasty` it completes the task, answering a question at random. Errors it ignores.
+    one; in the share `hasty` it completes the task, answering a question at random. Errors it ignores. The share
+    `garbled` of its code comes out wrong, so that a learner sees how one goes on after a SyntaxError.
     """
+    if rng.random() < garbled:
+        return garble(next_step(observation), rng)
     draw = rng.random()
     if draw < hasty:
         scenario, _ = read_prompt(observation.split("\n\n", 1)[0])
-        made_up = rng.choice([rng.randrange(1, 1000), rng.choice(WORDS["name"]), rng.choice(WORDS["words"])])
+        made_up = rng.choice([rng.choice(NUMBERS), rng.choice(WORDS["name"]), rng.choice(WORDS["words"])])
         return completion(made_up if scenario.answer else None)
     if draw < hasty + guessing:
         return next_step(observation, lambda code: assumption(code, observation, rng))
@@ -593,7 +605,7 @@ def scripted(
 def assumption(code: str, observation: str, rng: random.Random) -> object:
     """What one might expect the code to print: for documentation the usual names, else one number for everything."""
     if "show_api_doc" not in code:
-        return Guess(rng.randrange(100, 1000))
+        return Guess(rng.choice(NUMBERS))
     app = re.search(r"'(\w+)'", code)[1]
     names = re.search(rf"^{app}: (.*)$", observation, re.MULTILINE)[1].split()
     words = {name: rng.choice(choice.split()) for name, choice in DATA["device"]["words"].items()}
@@ -620,6 +632,13 @@ def confuse(code: str, observation: str, rng: random.Random) -> str:
     return code.replace(f"={right}", f"={rng.choice(others)}") if others else code
 
 
+def garble(code: str, rng: random.Random) -> str:
+    """The code without some of its words or marks."""
+    parts = re.findall(r"\w+|\W", code)
+    first = rng.randrange(len(parts))
+    return "".join(parts[:first] + parts[first + rng.randrange(1, 4) :])
+
+
 def random_player(observation: str, rng: random.Random) -> str:
     """Any call of those that the prompt names, with arguments that are made up."""
     offered = re.findall(r"^(\w+): (.*)$", observation.split("\n\n", 1)[0], re.MULTILINE)[2:]
@@ -627,6 +646,6 @@ def random_player(observation: str, rng: random.Random) -> str:
     name = f"{app}.{rng.choice(names.split())}"
     if name == "supervisor.complete_task":
         return completion(rng.choice([None, rng.randrange(100)]))
-    made_up = {int: lambda: rng.randrange(100, 1000), str: lambda: rng.choice(WORDS["name"] + WORDS["title"])}
+    made_up = {int: lambda: rng.choice(NUMBERS), str: lambda: rng.choice(WORDS["name"] + WORDS["title"])}
     known = CALLS[name].parameters if name in CALLS else {}
     return f"apis.{name}({', '.join(f'{parameter}={made_up[kind]()!r}' for parameter, (kind, _) in known.items())})"

@@ -31,7 +31,8 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import gymnasium
@@ -124,7 +125,7 @@ class Simulator:
         "-XX:+UnlockExperimentalVMOptions",
         "-XX:hashCode=2",
     )
-    TIMEOUT = 120  # seconds after which a call counts as hung
+    TIMEOUT = 300  # seconds after which a call counts as hung; eight that start on a busy machine take minutes
 
     def __init__(self):
         from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
@@ -151,7 +152,7 @@ class Simulator:
         for connection in self._gateway._gateway_client.deque:  # its one connection, as one thread calls
             connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its messages are short
         self._join = self._gateway.jvm.String.join
-        self._server = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        self._server = self._call(self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface)
 
     def call(self, method: str, *args):
         """Calls a method of the simulator's Python interface."""
@@ -362,4 +363,54 @@ class ScienceWorld(gymnasium.Env):
         try:
             return [dialogue(world, world.expert, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
         finally:
+            world.close()
+
+
+# ---------------------------------------------------------------------- 5. several worlds at once
+
+
+class Worlds:
+    """`n` worlds side by side, a thread each: while Java works, Python is free, to train for example."""
+
+    def __init__(self, n: int, **options):
+        self.worlds = [ScienceWorld(**options) for _ in range(n)]
+        self.pool = ThreadPoolExecutor(n)
+
+    def reset(self, split: str, indices: list[int]) -> list[dict]:
+        """Starts as many worlds as there are indices of the split's variations; their infos."""
+        for world in self.worlds:
+            world.choose(split)
+        started = zip(self.worlds, indices, strict=False)
+        futures = [self.pool.submit(world.reset, options={"index": index}) for world, index in started]
+        return [future.result()[1] for future in futures]
+
+    def step(self, actions: dict[int, str], indices: list[int] | None = None) -> Iterator[tuple[tuple, dict]]:
+        """Begins a step in the worlds of these numbers and returns at once; iterating over the results waits for them.
+
+        They are what `step` returned and the info of what is to be seen now: where the episode is over and `indices`
+        are given, that of the next one, of the variation that the world's entry names.
+        """
+
+        def one(i: int):
+            result = self.worlds[i].step(actions[i])
+            is_over = indices is not None and (result[2] or result[3])
+            return result, self.worlds[i].reset(options={"index": indices[i]})[1] if is_over else result[4]
+
+        return self.pool.map(one, actions)
+
+    def texts(self, steps: int, rng) -> list[str]:
+        """All different texts that a random player sees in so many steps of each world; `rng` is numpy's."""
+        n, num_tasks, found = len(self.worlds), self.worlds[0].num_tasks, {}
+        infos = self.reset(self.worlds[0].split, rng.integers(num_tasks, size=n).tolist())
+        for _ in range(steps):
+            for info in infos:
+                shown = info["task"], info["observation"], info["look"], info["inventory"]
+                found |= dict.fromkeys([*shown, *info["valid"]])
+            actions = {i: info["valid"][rng.integers(len(info["valid"]))] for i, info in enumerate(infos)}
+            infos = [seen for _, seen in self.step(actions, rng.integers(num_tasks, size=n).tolist())]
+        return [text for text in found if text]
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        for world in self.worlds:
             world.close()

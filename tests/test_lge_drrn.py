@@ -3,10 +3,6 @@
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from torch import nn
 
 import envs
 import lge_drrn
+from envs import scienceworld
 from lge_drrn import (  # E3, E2, E5, E4
     DRRN,
     FIELDS,
@@ -35,8 +32,6 @@ from lge_drrn import (  # E3, E2, E5, E4
     sample,
 )
 
-ROOT = Path(__file__).parent.parent
-
 
 # ------------------------------------------------------------------------------------- a tiny world
 class Toy:
@@ -49,7 +44,7 @@ class Toy:
         self.choose(split)
 
     def choose(self, split):
-        self.split, self.variations = split, range(3)
+        self.split, self.variations, self.num_tasks = split, range(3), 3
 
     def info(self, said):
         names = [f"go to {'house' if self.garden else 'garden'}", "look around", *[f"take {x}" for x in self.things]]
@@ -97,7 +92,7 @@ TINY = {
 @pytest.fixture
 def toy(monkeypatch):
     """The trainer on the tiny world."""
-    monkeypatch.setattr(envs, "make", lambda id, **options: Toy(**options))
+    monkeypatch.setattr(scienceworld, "ScienceWorld", Toy)
     monkeypatch.setattr(envs, "missing", lambda id: None)
     monkeypatch.setattr(lge_drrn, "variations", lambda task, split: range(3))
 
@@ -151,7 +146,8 @@ def naive_q(network: DRRN, texts: Texts, state, action: int) -> torch.Tensor:
     parts = []
     for name, number in zip((*FIELDS, "action"), (*state, action), strict=True):
         parts.append(gru(network.encoders[name], network.embedding.weight[texts.tokens[number]]))
-    first = network.first.weight @ torch.cat(parts) + network.first.bias
+    weight = torch.cat([network.state_part.weight, network.action_part.weight], -1)
+    first = weight @ torch.cat(parts) + network.state_part.bias
     return network.last.weight[0] @ first.relu() + network.last.bias[0] if network.last else first[0]
 
 
@@ -186,7 +182,25 @@ def test_e4_samples_the_softmax():
     counts = np.bincount([sample(q, rng.random()) for _ in range(20_000)], minlength=3) / 20_000
     assert np.allclose(counts, np.exp(q.numpy()) / np.exp(q.numpy()).sum(), atol=0.01)
     assert sample(torch.tensor([0.0, 0.0]), np.nextafter(1, 0)) == 1
-    assert lge_drrn.choose(None, [None], [np.arange(4)], np.array([0.6]))[0] == [2]  # no explorer: uniform
+
+
+def test_an_action_is_drawn_from_what_the_guide_leaves_or_with_epsilon_from_all(texts):
+    class First:
+        def pruned(self, view):
+            return view.valid[:2]
+
+    class Known:
+        def q(self, states, candidates):
+            return [torch.tensor([0.0, 1.0, 2.0, 3.0])[: len(row)] for row in candidates]
+
+    rng, views = np.random.default_rng(0), [View((0, 0, 0), 0, np.array([7, 5, 3, 1]))] * 2000
+    chosen, q = lge_drrn.choose(None, First(), views, 0.3, rng)
+    assert np.mean([len(row) == 4 for row in q]) == pytest.approx(0.3, abs=0.04)
+    shares = np.bincount(chosen, minlength=8)[[7, 5, 3, 1]] / 2000  # no explorer: uniform
+    assert np.allclose(shares, [0.425, 0.425, 0.075, 0.075], atol=0.04)
+    assert set(lge_drrn.choose(Known(), First(), views, 0.0, rng, is_greedy=True)[0]) == {5}
+    chosen, _ = lge_drrn.choose(Known(), First(), views, 0.0, rng)
+    assert np.mean(np.array(chosen) == 5) == pytest.approx(np.e / (1 + np.e), abs=0.04)
 
 
 def test_e5_keeps_the_nearest_and_what_is_kept_in_any_case():
@@ -287,9 +301,6 @@ def test_the_guide_leaves_the_nearest_and_navigation(guide_folder, texts):
     assert names == ["go to garden", "teleport to moon", "take stone"]  # cosine 1 with itself
     without = Guide(replace(args, prune_navigation=True), texts)
     assert [texts.texts[i] for i in without.pruned(view)] == ["take stone"]  # D6
-    rng = np.random.default_rng(0)
-    sizes = [len(without.candidates(view, 0.3, rng)) for _ in range(2000)]
-    assert set(sizes) == {1, 5} and np.mean(np.array(sizes) == 5) == pytest.approx(0.3, abs=0.04)
     assert len(Guide(Args(guide="none"), texts).pruned(view)) == 5
 
 
@@ -362,7 +373,7 @@ def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "save", save)
     folder, summary = run(tmp_path)
-    assert re.search(r"no checkpoint at step 12: .*file write failed; the run goes on$", capsys.readouterr().out, re.M)
+    assert re.search(r"no checkpoint at step 12: .*file write failed$", capsys.readouterr().out, re.M)
     assert summary["steps"] == 24 and state_of(folder)["step"] == 24
 
 
@@ -374,7 +385,7 @@ def test_a_dead_world_costs_its_episode_only(toy, tmp_path, monkeypatch):
     folder, summary = run(tmp_path, memory=200)
     rows = logged(folder)
     assert summary["steps"] == 24 and max(row["rollout/died"] for row in rows) > 0
-    size = rows[-1]["memory/size"]
+    size = sum(state_of(folder)["replay"]["pushed"])
     died = sum(row["rollout/died"] * 8 for row in rows)  # mean over four steps of two worlds
     assert size == pytest.approx(48 - died), "a step that nobody knows is not remembered"
 
@@ -401,11 +412,11 @@ def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path
 
 
 def test_the_copy_is_renewed_as_often_as_said(toy, tmp_path, monkeypatch):
-    """D1; two more at each checkpoint, and one at the start."""
+    """D1; one more at each checkpoint, and one at the start."""
     made, real = [], Copy.__init__
     monkeypatch.setattr(Copy, "__init__", lambda self, *rest: (made.append(1), real(self, *rest))[1])
     _, summary = run(tmp_path, eval_every=24)
-    assert len(made) == 1 + summary["updates"] // 3 + 2
+    assert len(made) == 1 + summary["updates"] // 3 + 1
 
 
 @pytest.mark.parametrize("options", [{"q_hidden": False}, {"priority": "released"}, {"target_actions": "pruned"}])
@@ -421,36 +432,3 @@ def test_learns_a_small_world(toy, tmp_path, seed):
     options = {"steps": 1500, "worlds": 4, "hidden": 32, "batch": 32, "memory": 5000, "lr": 1e-3, "log_every": 500}
     _, summary = run(tmp_path, **options, eval_every=1500, eval_episodes=12, seed=seed, copy_every=20)
     assert summary["eval_test_success"] > 0.9
-
-
-# -------------------------------------------------------------------------------- the real world
-@pytest.mark.external
-@pytest.mark.skipif(envs.missing("scienceworld") is not None, reason=envs.missing("scienceworld") or "")
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
-    options = "--worlds 1 --steps 40 --step-limit 6 --log-every 5 --eval-every 5 --eval-episodes 1 --batch 4 --hidden 8"
-    options = [
-        *options.split(),
-        "--vocabulary-steps",
-        "5",
-        "--vocabulary",
-        "300",
-        "--guide",
-        "none",
-        "--runs",
-        tmp_path,
-    ]
-    command = [sys.executable, str(ROOT / "lge_drrn.py"), *map(str, options)]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(1200):
-        if list(tmp_path.glob("*/checkpoints/0000005")):
-            break
-        time.sleep(0.1)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    (folder,) = tmp_path.iterdir()
-    (checkpoint,) = folder.glob("checkpoints/*[0-9]")
-    resume = [sys.executable, str(ROOT / "lge_drrn.py"), "--resume", str(folder), "--steps", "15"]
-    result = subprocess.run(resume, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    steps = [row["iteration"] for row in logged(folder)]
-    assert int(checkpoint.name) < 15 and steps == [5, 10, 15]

@@ -112,7 +112,8 @@ def one_thread():
 
 def small(**changes) -> loop_ppo.Args:
     """Arguments that make a run small."""
-    usual = {"env": "lookup", "max_difficulty": 3, "width": 32, "layers": 2, "demonstrations": 60, "tasks": 3}
+    usual = {"env": "lookup", "max_difficulty": 3, "width": 32, "layers": 2, "drills": 32, "demonstrations": 60}
+    usual |= {"tasks": 3}
     usual |= {"warm_start_epochs": 2, "rollouts": 4, "iterations": 2, "max_action_tokens": 6, "eval_episodes": 6}
     return loop_ppo.Args(**usual | {"world_threads": 2} | changes)
 
@@ -124,8 +125,29 @@ def warm():
     args, dialogues = small(demonstrations=300), Lookup().demonstrations(300, 0)
     model = loop_ppo.make_model(args, [d["observations"][-1] for d in dialogues])
     demos = [loop_ppo.demonstrated(d, model.tokenizer) for d in dialogues]
-    loop_ppo.warm_start(model, demos, args, np.random.default_rng(0))
+    loop_ppo.warm_start(model, demos, 6, args, np.random.default_rng(0))
     return model
+
+
+def test_drills_repeat_and_are_scored_from_the_second_time_on(warm):
+    for t in loop_ppo.drills(warm.tokenizer, 50, np.random.default_rng(0)):
+        ((first, last),) = t.turns
+        period = first - 1
+        assert 8 <= period < 40 and last == len(t.ids) == 96
+        assert t.ids[period:] == t.ids[: len(t.ids) - period]
+        assert min(t.ids) > 256, "words, neither bytes nor the end of text"
+
+
+@pytest.mark.slow
+def test_drills_teach_to_copy():  # D3
+    """After the default drills a repeated word that was never trained on in this order is found again."""
+    torch.manual_seed(0)
+    args, rng = loop_ppo.Args(width=96), np.random.default_rng(0)
+    model = loop_ppo.make_model(args, [d["observations"][-1] for d in envs.make("apps").demonstrations(500, 0)])
+    fresh = loop_ppo.drills(model.tokenizer, 64, np.random.default_rng(1))
+    before = loop_ppo.score(model, fresh, args)[0].exp().mean().item()
+    loop_ppo.warm_start(model, loop_ppo.drills(model.tokenizer, args.drills, rng), 1, args, rng)
+    assert before < 0.01 and loop_ppo.score(model, fresh, args)[0].exp().mean().item() > 0.8
 
 
 def play(model, args, tasks=(0, 0, 0, 1, 1, 1), seed=0, worlds=None, **options):
@@ -287,7 +309,8 @@ def test_threads_do_not_change_a_rollout(warm):
 def test_a_rollout_ends_where_the_context_does(warm):
     prompt = len(loop_ppo.prompt_ids(warm.tokenizer, Lookup().reset()[0]))
     played = play(warm, small(context=prompt + 20))
-    assert all(len(t.turns) and not t.terminated and not t.success for t in played if len(t.ids) > prompt + 14)
+    cut = [t for t in played if not t.terminated]
+    assert cut and all(t.turns and not t.success and len(t.ids) > prompt + 14 for t in cut)
     assert max(t.turns[-1][1] for t in played) <= prompt + 20
     assert all(t.fate == "ended" and len(t) == 0 for t in play(warm, small(context=prompt + 2)))
 
@@ -426,7 +449,7 @@ def test_gradient_checkpointing_changes_nothing(warm):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     saved, _ = weights_after(model, played, advantage_N, small(gradient_checkpointing=True, logit_chunk=16))
-    assert torch.allclose(plain, saved, atol=1e-6)
+    assert torch.allclose(plain, saved, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------- words and chats
@@ -579,6 +602,13 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, warm):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_toy_world_is_solved(tmp_path, seed):
     """LOOP raises the share of new tables that it reads right; the warm start answers at random half of the time."""
-    options = {"width": 64, "demonstrations": 3000, "warm_start_epochs": 6, "eval_episodes": 0, "minibatch": 32}
+    options = {
+        "width": 64,
+        "drills": 9600,
+        "demonstrations": 3000,
+        "warm_start_epochs": 6,
+        "eval_episodes": 0,
+        "minibatch": 32,
+    }
     _, summary = run_of(tmp_path, seed=seed, iterations=40, tasks=16, rollouts=6, eval_every=40, **options)
     assert summary["eval_success"] > summary["warm_start_return"] + 0.3

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import envs
@@ -205,3 +206,28 @@ def test_a_java_process_that_dies_ends_the_episode_and_is_replaced(world, capfd)
     assert world.reset(options={"index": 0})[0] == before
     assert world.step("wait")[4]["died"] is False
     assert "Traceback" not in capfd.readouterr().err
+
+
+@needs_java
+def test_worlds_side_by_side_are_worlds_alone(world):
+    """Each as if it were played alone; whose episode is over begins anew where a variation is given, else stays."""
+    rng, worlds = np.random.default_rng(0), scienceworld.Worlds(2, task="find-living-thing", step_limit=3)
+    try:
+        infos = worlds.reset("dev", [4, 5])
+        assert [info["answer"] for info in infos] == ["find-living-thing 154", "find-living-thing 155"]
+        world.choose("dev")
+        alone = [world.reset(options={"index": 5})[1]["valid"], world.step("go to hallway")[4]["valid"]]
+        assert infos[1]["valid"] == alone[0] and len(worlds.reset("train", [0])) == 1
+        worlds.reset("dev", [4, 5])
+        (result, seen), (other, _) = worlds.step({1: "go to hallway", 0: "focus on air"})
+        assert seen["valid"] == alone[1] and not result[2] and other[2] and other[4]["score"] == -100
+        assert list(worlds.step({})) == []
+        ((result, seen),) = worlds.step({1: "focus on air"}, [7, 7])
+        assert result[2] and result[4]["score"] == -100 and seen["answer"] == "find-living-thing 157"
+        ((result, seen),) = worlds.step({1: "wait"}, [7, 7])
+        assert not result[2] and seen is result[4]
+        texts = worlds.texts(2, rng)
+        assert len(set(texts)) == len(texts) > 100 and "look around" in texts
+    finally:
+        worlds.close()
+        world.choose("train")

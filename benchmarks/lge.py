@@ -1,0 +1,200 @@
+"""Table 3 of LGE: what the guide is worth to an explorer of ScienceWorld, by task, for some seeds and equal steps.
+
+    python benchmarks/lge.py                                   # a night and more; goes on where it was stopped
+    python benchmarks/lge.py --tasks T12 --seeds 3             # one task
+    python benchmarks/lge.py --quick                           # minutes, and its figures mean nothing
+    python benchmarks/lge.py --out docs/lge_drrn.md            # puts the table between the file's two marks
+
+Every cell is one run of lge_drrn.py in a folder of its own below --runs. One that has ended is not run again, one that
+was killed goes on from its last checkpoint. The guide is trained before, by guide_simcse.py. Printed is the score in
+percent on variations of the test split (--split dev to choose settings by), the mean of the last tenth of the
+evaluations as in the paper, then over the seeds, with the half width of its 95 % interval (Student's t). curves.csv has
+every evaluation of every run, curves.svg its mean over the seeds against the steps.
+"""
+
+import csv
+import json
+import re
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
+ROWS = {
+    "random": ["--explorer", "random", "--guide", "none"],
+    "random, guided": ["--explorer", "random"],
+    "DRRN": ["--guide", "none"],
+    "LGE fixed": ["--epsilon-schedule", "fixed"],
+    "LGE increasing": ["--epsilon-schedule", "increasing"],
+}
+# Golchha et al. 2024, Table 3, in percent: DRRN and the better LGE after 100,000 steps of 8 worlds; two we do not know.
+PAPER = {"T11": (19, 39), "T12": (26, 56), "T14": (19, 67), "T20": (48, 89), "T22": (47, 64), "T25": (13, 25)}
+TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # those where the paper's gain is large
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
+COLOURS = dict(zip(ROWS, ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00"), strict=True))
+START, END = "<!-- table3 -->", "<!-- /table3 -->"
+QUICK = (
+    "--steps 8 --worlds 2 --step-limit 4 --eval-every 4 --log-every 4 --eval-episodes 2 --vocabulary-steps 2 --batch 4"
+)
+
+
+@dataclass
+class Args:
+    tasks: tuple[str, ...] = TASKS  # by the paper's numbers or by name; "all": the 30
+    methods: tuple[str, ...] = tuple(ROWS)  # of the rows, by name
+    seeds: int = 3  # 1 to this
+    jobs: int = 1  # runs at a time; each has 8 Java processes, 2.7 GB in all
+    guide: str = "auto"  # folder of the guide; auto: the newest in runs/
+    options: str = ""  # for every run, as one text: "--steps 100000 --eval-every 1000"
+    split: Literal["test", "dev"] = "test"  # whose score is printed
+    runs: Path = Path("runs/lge")  # folder of the runs
+    out: Path | None = None  # file that gets the table between its two marks
+    quick: bool = False  # one task, one seed, eight steps, to see that all works
+
+
+def stop(message: str):
+    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def finished(folder: Path) -> Path | None:
+    """The folder of the run in it that has done all its steps; one that was interrupted has a summary, too."""
+    for path in sorted(folder.glob("*/summary.json")):
+        steps = json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["steps"]
+        if json.loads(path.read_text(encoding="utf-8"))["steps"] == steps:
+            return path.parent
+    return None
+
+
+def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
+    """Runs one cell, or goes on with it, unless it has ended before; the folder of its run."""
+    options = QUICK if args.quick else args.options
+    group = re.sub(r"[^\w.=-]+", "_", options.strip()) or "default"  # other options, other runs
+    folder = args.runs / group / re.sub(r"\W+", "_", f"{task} {row} {seed}")
+    if run := finished(folder):
+        return run
+    command = [sys.executable, str(SCRIPT), "--task", task, "--seed", str(seed), "--guide", guide]
+    command += ["--runs", str(folder), *ROWS[row], *options.split()]
+    if begun := sorted(folder.glob("*/checkpoints/*[0-9]")):
+        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent.parent)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{task}, {row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    if not (run := finished(folder)):  # Ctrl-C goes to the whole group of processes
+        raise RuntimeError(f"{task}, {row}, seed {seed}: stopped; the same command goes on")
+    print(f"{task}, {row}, seed {seed}: done", file=sys.stderr)
+    return run
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half width of the 95 % interval of the mean, if there is more than one value.
+
+    >>> interval([1.0, 2.0, 3.0]), interval([2.0])
+    ('2.0 ± 2.5', '2.0')
+    """
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.fmean(values):.1f} ± {half:.1f}"
+
+
+def curves_of(run: Path, split: str) -> list[tuple[int, float]]:
+    """(step, score) of every evaluation of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(row["iteration"], row[f"eval/{split}_score"]) for row in rows if f"eval/{split}_score" in row]
+
+
+def drawing(curves: dict[str, dict[str, list[tuple[int, float]]]]) -> str:
+    """An SVG with a panel for each task and a line for each method, points (step, score)."""
+    width, height, gap = 300, 180, 50
+    steps = max(step for rows in curves.values() for points in rows.values() for step, _ in points)
+    shapes = []
+    for n, (task, rows) in enumerate(curves.items()):
+        x, y = gap + n % 2 * (width + gap), gap + n // 2 * (height + gap)
+        shapes.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="black"/>')
+        shapes.append(f'<text x="{x}" y="{y - 6}">{task}</text><text x="{x - 28}" y="{y + 10}">100</text>')
+        shapes.append(f'<text x="{x + width - 90}" y="{y + height + 14}">{steps} steps</text>')
+        for k, (row, points) in enumerate(rows.items()):
+            line = " ".join(f"{x + width * step / steps:.1f},{y + height * (1 - s / 100):.1f}" for step, s in points)
+            shapes.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[row]}" stroke-width="2"/>')
+            shapes.append(f'<text x="{x + 8}" y="{y + 16 + 14 * k}" fill="{COLOURS[row]}">{row}</text>')
+    size = f'width="{2 * (width + gap) + gap}" height="{gap + (len(curves) + 1) // 2 * (height + gap)}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *shapes, "</svg>\n"])
+
+
+def main(args: Args) -> str:
+    """Runs what is missing and returns the table as markdown."""
+    if args.seeds < 1 or args.jobs < 1:
+        stop("--seeds and --jobs must be at least 1")
+    if args.seeds > max(T95):
+        stop(f"--seeds {args.seeds}: at most {max(T95)}")
+    if unknown := [row for row in args.methods if row not in ROWS]:
+        stop(f"--methods {unknown[0]}: no such method; known: {', '.join(ROWS)}")
+    if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
+        stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
+    found = sorted(Path("runs").glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
+    if args.guide == "auto" and not found and not args.quick:
+        stop("--guide auto: no guide in runs/; train one with guide_simcse.py")
+    guide = args.guide if args.guide != "auto" else str(found[-1]) if found else "none"
+    tasks = tuple(f"T{n}" for n in range(30)) if args.tasks == ("all",) else args.tasks
+    tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
+
+    cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            runs = dict(zip(cells, pool.map(lambda cell: run_cell(args, guide, *cell), cells), strict=True))
+        except RuntimeError as error:
+            pool.shutdown(cancel_futures=True)
+            stop(str(error))
+
+    # --- curves
+    folder = runs[cells[0]].parent.parent
+    with open(folder / "curves.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["task", "method", "seed", "split", "step", "score"])
+        for (task, row, seed), run in runs.items():
+            for split in ("dev", "test"):
+                writer.writerows([task, row, seed, split, *point] for point in curves_of(run, split))
+    means = {}
+    for task in tasks:
+        for row in args.methods:
+            by_seed = zip(*[curves_of(runs[task, row, seed], args.split) for seed in seeds], strict=True)
+            mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
+            means.setdefault(task, {})[row] = mean
+    (folder / "curves.svg").write_text(drawing(means), encoding="utf-8")
+
+    # --- table
+    def score(task: str, row: str, seed: int) -> float:
+        return json.loads((runs[task, row, seed] / "summary.json").read_text())[f"eval_{args.split}_score"]
+
+    lines = [
+        f"| task | {' | '.join(args.methods)} | paper: DRRN | LGE |",
+        "| --- |" + " ---: |" * (len(args.methods) + 2),
+    ]
+    for task in tasks:
+        cells = [interval([score(task, row, seed) for seed in seeds]) for row in args.methods]
+        lines.append(f"| {task} | {' | '.join(map(str, [*cells, *PAPER.get(task, ('', ''))]))} |")
+    if len(tasks) > 1:
+        means = [interval([statistics.fmean(score(t, row, s) for t in tasks) for s in seeds]) for row in args.methods]
+        lines.append(f"| mean | {' | '.join(means)} | | |")
+    table = "\n".join(lines)
+    print(f"{len(seeds)} seeds, {args.split} variations; curves in {folder}\n{table}")
+    if args.out:
+        text = args.out.read_text(encoding="utf-8")
+        before, after = text.split(START)[0], text.split(END)[1]
+        temporary = args.out.with_name(args.out.name + ".tmp")
+        temporary.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
+        temporary.replace(args.out)
+    return table
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

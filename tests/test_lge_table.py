@@ -1,0 +1,100 @@
+"""benchmarks/lge.py: every method runs, runs once, goes on where it was killed, and lands in the document."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import lge
+
+import envs
+
+ROOT = Path(__file__).parent.parent
+PROBLEM = envs.missing("scienceworld")
+
+
+@pytest.mark.slow
+@pytest.mark.external
+@pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")
+def test_the_quick_table(tmp_path):
+    """All methods; a second call runs nothing, a third goes on with the one that seems to have been killed."""
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{lge.START}\nold\n{lge.END}\nafter\n")
+    command = [sys.executable, ROOT / "benchmarks/lge.py", "--quick", "--tasks", "T12"]
+    command += ["--guide", "none", "--runs", tmp_path / "runs", "--out", page]
+    first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert first.returncode == 0, first.stderr[-2000:]
+    assert first.stderr.count(": done") == len(lge.ROWS)
+    (group,) = (tmp_path / "runs").iterdir()
+    rows = (group / "curves.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(lge.ROWS) * 2 * 2  # two evaluations on two splits
+    assert (group / "curves.svg").read_text().count("<polyline") == len(lge.ROWS)
+    text = page.read_text()
+    assert text.startswith(f"before\n{lge.START}\n| task |") and text.endswith(f"{lge.END}\nafter\n")
+    assert re.search(r"^\| T12 \|( \d+\.\d \|){5} 26 \| 56 \|$", text, re.M)
+
+    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (second.stdout, second.stderr) == (first.stdout, "")
+    (run,) = (group / "T12_DRRN_1").iterdir()
+    (run / "summary.json").unlink()
+    third = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert third.stdout == first.stdout and third.stderr.count(": done") == 1
+    assert list((group / "T12_DRRN_1").iterdir()) == [run] and (run / "summary.json").exists()
+
+
+def run_of(folder: Path, steps: int, scores: list[float], done: int | None = None) -> None:
+    """What a finished run leaves behind, as far as the table reads it."""
+    folder.mkdir(parents=True)
+    each = steps // len(scores)
+    rows = [{"iteration": each * (i + 1), "eval/test_score": s, "eval/dev_score": 0.0} for i, s in enumerate(scores)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "args.json").write_text(json.dumps({"steps": steps}))
+    summary = {"steps": done or steps, "eval_test_score": scores[-1], "eval_dev_score": 0.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_the_table_from_runs(tmp_path, capfd):
+    """Means over seeds and tasks, from runs that are all there."""
+    figures = {
+        "T12": {"DRRN": (10, 20, 30), "LGE fixed": (50, 60, 70)},
+        "T20": {"DRRN": (0, 0, 0), "LGE fixed": (8, 8, 8)},
+    }
+    for task, rows in figures.items():
+        for row, scores in rows.items():
+            for seed, score in enumerate(scores, 1):
+                folder = tmp_path / "default" / re.sub(r"\W+", "_", f"{task} {row} {seed}") / "run"
+                run_of(folder, 40, [0.0, float(score)])
+    options = {"tasks": ("T12", "T20"), "methods": ("DRRN", "LGE fixed"), "guide": "none", "runs": tmp_path}
+    lines = lge.main(lge.Args(**options)).splitlines()
+    assert lines[2:] == [
+        "| T12 | 20.0 ± 24.8 | 60.0 ± 24.8 | 26 | 56 |",
+        "| T20 | 0.0 ± 0.0 | 8.0 ± 0.0 | 48 | 89 |",
+        "| mean | 10.0 ± 12.4 | 34.0 ± 12.4 | | |",
+    ]
+    assert "T12,LGE fixed,3,test,40,70.0" in (tmp_path / "default/curves.csv").read_text().splitlines()
+    shutil.rmtree(tmp_path / "default/T12_DRRN_1")
+    run_of(tmp_path / "default/T12_DRRN_1/run", 40, [5.0], done=20)
+    assert lge.finished(tmp_path / "default/T12_DRRN_1") is None, "it was interrupted"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"seeds": 0}, "--seeds"), ({"seeds": 99}, "99"), ({"methods": ("PPO",)}, "PPO"), ({"out": Path("x")}, "--out")],
+)
+def test_bad_options_are_one_line(options, said, tmp_path, capfd):
+    with pytest.raises(SystemExit) as caught:
+        lge.main(lge.Args(**options, guide="none", runs=tmp_path / "runs"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert caught.value.code == 2 and said in line and not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_fails_is_one_line(tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        lge.main(lge.Args(tasks=("cook",), guide="none", runs=tmp_path))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "cook, random, seed 1" in line
