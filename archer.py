@@ -88,7 +88,7 @@ class Args:
 
     dataset: str = ""  # JSON file of dialogues in the authors' format, instead of the world's own demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 6  # passes over the demonstrations; 0 leaves the actor as it is
+    warm_start_epochs: int = 5  # passes over the demonstrations; 0 leaves the actor as it is
     warm_start_lr: float = 8e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_replies: bool = True  # learn to foresee the world's replies, too (D7)
     warm_start_batch: int = 16  # dialogues in an update of the warm start
@@ -704,7 +704,8 @@ def main(args: Args) -> dict[str, float]:
         if args.critic not in ("tiny", "tiny-cls"):  # it is made after the warm start: better to know now
             load(transformers.AutoConfig, args.critic, "--critic")
         demonstrations = read_demonstrations(args, worlds.envs[0])
-        actor = make_actor(args, args.actor, [t.observations[-1] for t in demonstrations[:3000]])
+        texts = [t.observations[-1:] if append_only else t.observations for t in demonstrations[:3000]]
+        actor = make_actor(args, args.actor, [text for part in texts for text in part])
         warm_start(actor, demonstrations, append_only, args, rng)
 
     interrupted = []

@@ -700,7 +700,8 @@ def main(args: Args) -> dict[str, float]:
         logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
     else:
         data = read_data(args, world)
-        actor = make_actor(args, args.actor, [t.observations[-1] for t in data[:3000]])
+        texts = [t.observations[-1:] if world.append_only else t.observations for t in data[:3000]]
+        actor = make_actor(args, args.actor, [text for part in texts for text in part])
         data = that_fit(data, actor, world.append_only, args)
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__archer_offline_iql__{args.seed}__{now}"

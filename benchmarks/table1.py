@@ -45,7 +45,7 @@ class Args:
     options: str = ""  # for every run, as one text: "--iterations 20 --mix random=0.5,scripted=0.5"
     runs: Path = Path("runs/table1")  # folder of the runs
     out: Path | None = None  # file that gets the table between its two marks
-    quick: bool = False  # two seeds of runs of two iterations, to see that all works
+    quick: bool = False  # two seeds at most, of runs of two iterations, to see that all works
 
 
 def stop(message: str):
@@ -82,12 +82,14 @@ def run_row(args: Args, row: str, seed: int) -> Path:
 
 
 def interval(values: list[float]) -> str:
-    """Mean and half width of the 95 % interval of the mean.
+    """Mean and half width of the 95 % interval of the mean; of one value there is none.
 
     >>> interval([1.0, 2.0, 3.0])
     '2.00 ± 2.48'
     """
-    half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.fmean(values):.2f} ± {half:.2f}"
 
 
@@ -99,7 +101,7 @@ def main(args: Args) -> str:
         stop(f"--seeds {args.seeds}: at most {max(T95)}")
     if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
         stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
-    seeds = range(1, (2 if args.quick else args.seeds) + 1)
+    seeds = range(1, (min(2, args.seeds) if args.quick else args.seeds) + 1)
     order = sorted(((row, seed) for row in ROWS for seed in seeds), key=lambda cell: (cell[0] != "BC", cell[1]))
     folders = {}
     with ThreadPoolExecutor(args.jobs) as pool:

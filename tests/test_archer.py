@@ -1264,7 +1264,7 @@ def command(*options) -> list[str]:
     return [sys.executable, str(ROOT / "archer.py"), *map(str, options)]
 
 
-@pytest.mark.parametrize("form", ["--resume RUN", "--resume=RUN"])
+@pytest.mark.parametrize("form", [pytest.param("--resume RUN", marks=pytest.mark.slow), "--resume=RUN"])
 def test_resume_on_the_command_line_keeps_the_runs_arguments(finished, tmp_path, form):
     """In both ways to write it; otherwise the run would go on with the defaults for everything."""
     summary, run = finished[1], tmp_path / "run"

@@ -435,7 +435,7 @@ HOW_TO_RUN = [
     ("python loop_ppo.py --resume", "", ""),
     ("python loop_ppo.py", "TINY", ""),
     ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
-    ("python benchmarks/table1.py", "--quick", ""),
+    ("python benchmarks/table1.py", "--quick --seeds 1", ""),
     ("python benchmarks/theory_fpe.py", "--quick", ""),
     ("python benchmarks/lge.py", "--quick --tasks T12", ""),
     ("python benchmarks/scienceworld_speed.py", "--worlds 1 --steps 2 --warm-up 2", ""),
