@@ -338,6 +338,13 @@ def forward(body, ids, position, visible, cache=None, use_cache: bool = False):
     tokens, limit = int(position.max()) + 1, getattr(body.config, "max_position_embeddings", sys.maxsize)
     if tokens > limit:
         stop(f"a dialogue has {tokens} tokens, {body.config.model_type} reads {limit}; take one with a longer context")
+    if len(ids) > 64 and not use_cache:  # rows of like lengths together, or the longest would pad them all
+        length_B = (torch.arange(1, ids.shape[1] + 1) * (position > 0)).amax(1).clamp(min=1)
+        hidden_BTH = torch.zeros(*ids.shape, body.config.hidden_size, device=body.device)
+        for rows in length_B.argsort().split(64):
+            T = int(length_B[rows].max())
+            hidden_BTH[rows, :T] = forward(body, ids[rows, :T], position[rows, :T], visible[rows, :T, :T])[0]
+        return hidden_BTH, None
     blocked = torch.finfo(torch.bfloat16).min  # not -inf: the softmax of a row of padding must stay finite
     bias = torch.zeros(visible.shape).masked_fill(~visible, blocked)[:, None]
     inputs = transformers.BatchEncoding({"input_ids": ids, "position_ids": position, "attention_mask": bias})
@@ -513,9 +520,9 @@ def rollout(actor, worlds, args: Args, generator, seeds=None, indices=None, gree
 
 
 @torch.no_grad()
-def fresh_utterances(actor, trajectories, append_only: bool, args: Args, generator, chunk: int = 32):
+def fresh_utterances(actor, trajectories, append_only: bool, args: Args, generator):
     """One new utterance of the current actor in every state of every trajectory, as token ids."""
-    fresh = []
+    fresh, chunk = [], 32 if append_only else 4  # dialogues read at a time; else each of their states is a trunk
     for first in range(0, len(trajectories), chunk):
         part = trajectories[first : first + chunk]
         in_order = iter(speak(actor, *lay_out(part, actor.tokenizer, append_only), args, generator)[0])

@@ -656,6 +656,25 @@ def test_dropout_is_off(tmp_path, tokenizer):
 # ------------------------------------------------------------------------------------ packing and layouts
 
 
+def test_many_rows_are_read_by_length_and_nothing_changes(actor):
+    """More than 64 rows go through the model in parts; every row's hidden states and the gradients stay the same."""
+    rng = np.random.default_rng(0)
+    trunks = [rng.integers(1, 200, size=n).tolist() for n in [90, 1, *rng.integers(1, 12, size=148)]]
+    forks = [(row, len(trunk), [7] * (1 + row % 3)) for row, trunk in enumerate(trunks)]
+    *packed, columns = archer.pack(trunks, forks)
+    together, _ = archer.forward(actor.base_model, *packed)
+    weight = actor.base_model.h[0].mlp.c_fc.weight
+    (gradient,) = torch.autograd.grad(sum(together[row, own].sum() for row, own in enumerate(columns)), weight)
+    alone = [
+        archer.forward(actor.base_model, *archer.pack([t], [(0, *fork[1:])])[:3])[0]
+        for t, fork in zip(trunks, forks, strict=True)
+    ]
+    for row, (own, hidden) in enumerate(zip(columns, alone, strict=True)):
+        assert torch.allclose(together[row, own], hidden[0, own], atol=1e-5), row
+    total = sum(hidden[0, own].sum() for own, hidden in zip(columns, alone, strict=True))
+    assert torch.allclose(gradient, torch.autograd.grad(total, weight)[0], rtol=1e-4, atol=1e-3)
+
+
 def test_pack_shares_what_the_trunk_goes_on_with():
     """An utterance that the trunk itself goes on with takes no room of its own; a fork takes its rest."""
     ids, position, _, columns = archer.pack([[10, 11, 12, 13]], [(0, 2, [12, 13]), (0, 2, [12, 7]), (0, 1, [8, 9])])
