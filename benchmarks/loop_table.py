@@ -4,14 +4,16 @@
     python benchmarks/loop_table.py --quick                    # seconds, and its figures mean nothing
     python benchmarks/loop_table.py --out docs/loop_ppo.md     # puts the table between the file's two marks
 
-Every cell is one run of loop_ppo.py in a folder of its own below --runs; those that have ended are not run again.
-Printed is the mean over the seeds at the end of training, at temperature 1, with the half width of its 95 % interval
-(Student's t): task goal completion (TGC) and scenario goal completion (SGC) of both test splits, in percent. The
-paper's figures (Table 1) are of a 32B model in AppWorld: compare orders, not sizes.
+Every cell is one run of loop_ppo.py in a folder of its own below --runs. All rows of a seed go on from one warm start,
+which is the same to the bit as if each had made its own. A cell that has ended is not run again, one that was killed
+goes on from its last checkpoint. Printed is the mean over the seeds at the end of training, at temperature 1, with the
+half width of its 95 % interval (Student's t): task goal completion (TGC) and scenario goal completion (SGC) of both
+test splits, in percent. The paper's figures (Table 1) are of a 32B model in AppWorld: compare orders, not sizes.
 """
 
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,19 +25,19 @@ import tyro
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
-    "RLOO": (["--variant", "rloo"], (57.2, 35.7, 36.7, 17.4)),
-    "GRPO": (["--variant", "grpo"], (58.0, 36.8, 39.5, 22.4)),
-    "LOOP (bandit)": (["--level", "trajectory"], (53.3, 33.6, 27.7, 13.0)),
-    "LOOP (turn)": (["--level", "turn"], (64.1, 43.5, 40.8, 26.5)),
-    "LOOP (token)": ([], (71.3, 53.6, 45.7, 26.6)),
-    "LOOP RwNorm (token)": (["--variant", "loop-rwnorm"], None),
+    "RLOO": ("--variant rloo --level token", (57.2, 35.7, 36.7, 17.4)),
+    "GRPO": ("--variant grpo --level token", (58.0, 36.8, 39.5, 22.4)),
+    "LOOP (bandit)": ("--variant loop --level trajectory", (53.3, 33.6, 27.7, 13.0)),
+    "LOOP (turn)": ("--variant loop --level turn", (64.1, 43.5, 40.8, 26.5)),
+    "LOOP (token)": ("--variant loop --level token", (71.3, 53.6, 45.7, 26.6)),
+    "LOOP RwNorm (token)": ("--variant loop-rwnorm --level token", None),
 }
 COLUMNS = {"normal TGC": "test_normal_success", "SGC": "test_normal_scenarios"}
 COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_scenarios"}
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
 START, END = "<!-- table -->", "<!-- /table -->"
-QUICK = "--iterations 1 --drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
+QUICK = "--drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
 QUICK += " --rollouts 3 --eval-episodes 3 --max-action-tokens 6"
 
 
@@ -44,7 +46,8 @@ class Args:
     env: str = "apps"  # the world, one with splits
     seeds: int = 5  # 1 to this
     jobs: int = 2  # runs at a time, one thread each
-    options: str = ""  # for every run, as one text: "--iterations 20 --width 64"
+    iterations: int = 100  # of every run
+    options: str = ""  # for every run, as one text: "--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # two seeds of runs of one iteration, to see that all works
@@ -56,28 +59,45 @@ def stop(message: str):
     raise SystemExit(2)
 
 
-def finished(folder: Path) -> Path | None:
-    """The folder of the run in it that has done all its iterations; one that was interrupted has a summary, too."""
-    for path in sorted(folder.glob("*/summary.json")):
-        last = json.loads((path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-        if last["iteration"] == json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["iterations"]:
-            return path.parent
-    return None
+def run(what: str, *options) -> None:
+    """Runs loop_ppo.py to its end."""
+    command = [sys.executable, str(SCRIPT), *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{what}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
-def run_row(args: Args, row: str, seed: int) -> dict:
-    """Runs one cell, unless it has ended before, and returns its summary."""
-    options = QUICK if args.quick else args.options
-    group = re.sub(r"[^\w.=-]+", "_", f"{args.env} {options}".strip())  # other options, other runs
-    folder = args.runs / group / re.sub(r"\W+", "_", f"{row} {seed}")
-    if not finished(folder):
-        command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder)]
-        result = subprocess.run(
-            [*command, *ROWS[row][0], *options.split()], capture_output=True, text=True, check=False
-        )
-        if result.returncode != 0:
-            raise RuntimeError(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return json.loads((finished(folder) / "summary.json").read_text(encoding="utf-8"))
+def group(args: Args) -> Path:
+    """The folder of all runs with these options: other options, other runs."""
+    about = f"{args.env} {QUICK if args.quick else args.options}".strip()
+    return args.runs / re.sub(r"[^\w.=-]+", "_", about)
+
+
+def warm_start(args: Args, seed: int) -> Path:
+    """The run of no iterations from which all rows of this seed go on; made unless it is there."""
+    folder = group(args) / f"start_{seed}"
+    if not list(folder.glob("*/summary.json")):
+        options = (QUICK if args.quick else args.options).split()
+        # The checkpoint of grpo has what the others need, and the start model besides.
+        options += ["--variant", "grpo", "--iterations", "0", "--seed", seed, "--runs", folder]
+        run(f"warm start, seed {seed}", "--env", args.env, *options)
+    return sorted(folder.glob("*/summary.json"))[0].parent
+
+
+def run_cell(args: Args, row: str, seed: int, start: Path) -> dict:
+    """Runs one cell, or what is missing of it, and returns its summary."""
+    folder, iterations = group(args) / re.sub(r"\W+", "_", f"{row} {seed}"), 1 if args.quick else args.iterations
+    if not folder.exists():
+        copy = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(start, copy)
+        (copy / "summary.json").unlink()
+        copy.replace(folder)
+    summary, rows = folder / "summary.json", (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    has_ended = rows and json.loads(rows[-1])["iteration"] == iterations  # one that was interrupted has a summary, too
+    if not (has_ended and summary.exists()):
+        run(f"{row}, seed {seed}", "--resume", folder, "--iterations", iterations, *ROWS[row][0].split())
+    return json.loads(summary.read_text(encoding="utf-8"))
 
 
 def interval(values: list[float]) -> str:
@@ -102,7 +122,9 @@ def main(args: Args) -> str:
     cells = [(row, seed) for seed in seeds for row in ROWS]
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            summaries = dict(zip(cells, pool.map(lambda cell: run_row(args, *cell), cells), strict=True))
+            starts = dict(zip(seeds, pool.map(lambda seed: warm_start(args, seed), seeds), strict=True))
+            played = pool.map(lambda cell: run_cell(args, *cell, starts[cell[1]]), cells)
+            summaries = dict(zip(cells, played, strict=True))
         except RuntimeError as error:
             pool.shutdown(cancel_futures=True)
             stop(str(error))

@@ -1,5 +1,6 @@
 """benchmarks/loop_table.py: every row runs, runs once, and lands in the document."""
 
+import json
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def test_the_quick_table(tmp_path):
     first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     assert first.returncode == 0, first.stderr[-2000:]
     runs = sorted((tmp_path / "runs").glob("*/*"))
-    assert len(runs) == 2 * len(loop_table.ROWS)
+    assert len(runs) == 2 * (len(loop_table.ROWS) + 1)  # and the warm starts
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*/*")) == sorted(
         path for run in runs for path in run.iterdir()
@@ -32,6 +33,21 @@ def test_the_quick_table(tmp_path):
     for row in loop_table.ROWS:
         assert re.search(rf"^\| {re.escape(row)} \| \d+\.\d ± \d", text, re.M), row
     assert "| warm start |" in text and "71.3 / 53.6 / 45.7 / 26.6" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["LOOP (token)", "GRPO"])
+def test_a_shared_warm_start_is_ones_own(tmp_path, row):
+    """A cell of the table is to the bit the run that the script makes in one go."""
+    args = loop_table.Args(quick=True, runs=tmp_path / "runs")
+    cell = loop_table.run_cell(args, row, 2, loop_table.warm_start(args, 2))
+    options = f"{loop_table.QUICK} {loop_table.ROWS[row][0]} --iterations 1 --seed 2 --runs {tmp_path / 'alone'}"
+    loop_table.run("alone", *options.split())
+    (alone,) = (tmp_path / "alone").glob("*/summary.json")
+    timed = {"seconds", "cpu_seconds", "peak_memory_mb"}
+    assert {(k, v) for k, v in cell.items() if k not in timed} == {
+        (k, v) for k, v in json.loads(alone.read_text()).items() if k not in timed
+    }
 
 
 def test_a_page_without_marks_is_one_line(tmp_path, capfd):
