@@ -141,9 +141,8 @@ class Texts:
     def add(self, text: str) -> int:
         if text not in self.numbers:
             self.numbers[text] = len(self.texts)
-            self.texts.append(text)
-            ids = self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"]
-            self.tokens.append(torch.tensor(ids))  # the newline: no text is without a token
+            self.texts.append(text)  # the newline: no text is without a token
+            self.tokens.append(torch.tensor(self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"]))
         return self.numbers[text]
 
 
@@ -262,6 +261,8 @@ class DRRN(nn.Module):
         self.encoders = nn.ModuleDict({name: nn.GRU(hidden, hidden) for name in (*FIELDS, "action")})
         width = hidden if q_hidden else 1  # D2
         self.state_part, self.action_part = nn.Linear(3 * hidden, width), nn.Linear(hidden, width, bias=False)
+        for parameter in (*self.state_part.parameters(), *self.action_part.parameters()):
+            nn.init.uniform_(parameter, -((4 * hidden) ** -0.5), (4 * hidden) ** -0.5)  # as one layer would start
         self.last = nn.Linear(hidden, 1) if q_hidden else None
 
     def encode(self, name: str, texts: Texts, numbers) -> torch.Tensor:
@@ -378,9 +379,8 @@ def choose(explorer: Copy | None, guide: Guide, views: list[View], epsilon: floa
     Any policy of state and candidates may stand here. Without an explorer every candidate is as good as the next.
     """
     candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
-    q = [torch.zeros(len(row)) for row in candidates]
-    if explorer:
-        q = explorer.q(np.array([view.state for view in views]), candidates)
+    state_N3 = np.array([view.state for view in views])
+    q = explorer.q(state_N3, candidates) if explorer else [torch.zeros(len(row)) for row in candidates]
     draw = [int(q_A.argmax()) if is_greedy and explorer else sample(q_A, rng.random()) for q_A in q]
     return [int(row[place]) for row, place in zip(candidates, draw, strict=True)], q
 

@@ -163,6 +163,16 @@ def test_e1_is_the_naive_loop_whether_texts_repeat_or_not(texts, q_hidden):
         assert torch.allclose(q_A, torch.stack([naive_q(network, texts, state, a) for a in row]), atol=1e-12)
 
 
+def test_the_heads_two_parts_start_as_one_layer_would():
+    """`nn.Linear(4 * H, H)` draws from +-1 / sqrt(4 H), its bias likewise."""
+    network = DRRN(50, 32, True)
+    one = nn.Linear(4 * 32, 32)
+    for part in (network.state_part.weight, network.action_part.weight, network.state_part.bias):
+        assert part.abs().max() <= 128**-0.5
+    both = torch.cat([network.state_part.weight, network.action_part.weight], -1)
+    assert both.shape == one.weight.shape and both.std().item() == pytest.approx(one.weight.std().item(), rel=0.05)
+
+
 def test_e2_e3_are_the_naive_loops():
     rng = np.random.default_rng(0)
     reward, next_q, q = (torch.tensor(rng.normal(0, 3, 50)) for _ in range(3))
