@@ -88,7 +88,7 @@ class Args:
 
     dataset: str = ""  # JSON file of dialogues in the authors' format, instead of the world's own demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes for the warm start
-    warm_start_epochs: int = 5  # passes over the demonstrations; 0 leaves the actor as it is
+    warm_start_epochs: int = 6  # passes over the demonstrations; 0 leaves the actor as it is
     warm_start_lr: float = 8e-3  # its peak; take about 1e-4 for a real checkpoint
     warm_start_replies: bool = True  # learn to foresee the world's replies, too (D7)
     warm_start_batch: int = 16  # dialogues in an update of the warm start
