@@ -113,7 +113,7 @@ class Args:
     anneal_lr: bool = True  # the actor's learning rate falls to zero over the iterations (D9)
     actor_updates: int = 4  # updates of the actor in an iteration, each on utterances just sampled
     actor_batch: int = 64  # dialogues in an update of the actor
-    kl: float = 0.2  # weight of the KL divergence from the warm-started actor (D1)
+    kl: float = 0.2  # weight of the KL divergence from the warm-started actor (D1), in units of the return
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
