@@ -321,7 +321,8 @@ def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
         columns.append([*range(start - 1, start + shared), *range(first, first + len(rest))])
         rows[row] += [(token, i, start + shared, n) for i, token in enumerate(rest, start + shared)]
     T = max(map(len, rows))
-    ids, position, seen, owner = torch.tensor([row + [(0, 0, 0, -1)] * (T - len(row)) for row in rows]).unbind(-1)
+    padded = np.array([row + [(0, 0, 0, -1)] * (T - len(row)) for row in rows])  # six times as fast as torch.tensor
+    ids, position, seen, owner = torch.from_numpy(padded).unbind(-1)
     visible = (owner[:, None] == 0) & (position[:, None] < seen[:, :, None])
     visible |= (owner[:, None] == owner[:, :, None]) & torch.ones(T, T, dtype=torch.bool).tril()
     return ids, position, visible, columns
@@ -359,7 +360,7 @@ def score(actor, trunks, utterances, temperature: float):
     *packed, columns = pack(trunks, [(row, start, ids[:-1]) for row, start, ids in utterances])
     hidden_BTH, _ = forward(actor.base_model, *packed)
     flat = [(n, row, token) for n, (row, _, ids) in enumerate(utterances) for token in ids]
-    owner_M, row_M, token_M = torch.tensor(flat, device=actor.device).T
+    owner_M, row_M, token_M = torch.from_numpy(np.array(flat)).to(actor.device).T
     hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
     return actor.get_output_embeddings()(hidden_MH) / temperature, token_M, hidden_MH, owner_M
 
