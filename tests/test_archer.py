@@ -467,10 +467,10 @@ def test_sampled_logp_of_fresh_utterances_is_the_plain_logp(actor, tokenizer, wo
 
     monkeypatch.setattr(archer, "speak", listen)
     fresh = fresh_for(played, actor, tokenizer, append_only, temperature=temperature)
-    ((written, logp_S, _),) = drawn
+    written, logps = [ids for part in drawn for ids in part[0]], [logp for part in drawn for logp in part[1].tolist()]
     flat = [(t, k, ids) for t, row in zip(played, fresh, strict=True) for k, ids in enumerate(row)]
     assert written == [ids for _, _, ids in flat]
-    for (t, k, ids), logp in zip(flat, logp_S.tolist(), strict=True):
+    for (t, k, ids), logp in zip(flat, logps, strict=True):
         expected = plain_logps(actor, contexts(t, tokenizer, append_only)[k], ids, temperature)
         assert logp == pytest.approx(sum(expected), abs=1e-5)
 
