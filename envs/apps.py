@@ -32,6 +32,7 @@ import operator
 import random
 import re
 import sqlite3
+import threading
 import tomllib
 from collections import Counter
 from collections.abc import Callable
@@ -535,10 +536,14 @@ def split_turns(observation: str) -> list[tuple[str, str]]:
     return re.findall(r"^(.*)\n=>(.*)$", observation.split("\n\n", 1)[1], re.MULTILINE)
 
 
+PARSING = threading.Lock()  # CPython 3.11 adds up how deep all threads are in a text, and may raise SystemError
+
+
 def read_output(output: str) -> object:
     """What was printed, as an object; a guess where it is an error or nothing was found: one goes on regardless."""
     try:
-        value = ast.literal_eval(output.strip())
+        with PARSING:
+            value = ast.literal_eval(output.strip())
     except (ValueError, SyntaxError):
         return Guess(50)
     return Guess(50) if value == [] else value
