@@ -1,10 +1,12 @@
 """envs/apps.py: every task can be solved, its tests see what was done, and hostile calls change nothing."""
 
+import gc
 import random
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -438,6 +440,30 @@ def test_a_world_that_has_no_process_is_broken(monkeypatch):
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         envs.make("apps", **options)
+
+
+def test_outputs_are_read_in_threads():
+    """Without a lock CPython 3.11 raises SystemError when a collection of garbage lets another thread in."""
+    text, errors = repr([{"id": i, "kind": {"of": [i, {"a": (i, [i, [i]])}]}} for i in range(60)]), []
+
+    def work() -> None:
+        try:
+            for _ in range(60):
+                apps.read_output(text)
+                [[] for _ in range(2000)]  # makes the collector run now and then
+        except SystemError as error:
+            errors.append(error)
+
+    gc.callbacks.append(yields := lambda *_: time.sleep(0))
+    try:
+        threads = [threading.Thread(target=work) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.callbacks.remove(yields)
+    assert errors == []
 
 
 def test_worlds_in_threads_do_not_meet():
