@@ -549,8 +549,11 @@ def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -
 def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args: Args, rng) -> None:
     """Supervised learning of the demonstrations' utterances, their ends of turn included."""
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
-    batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
+    turns, size, batches = np.array([len(t) for t in demonstrations]), args.warm_start_batch, []
+    for _ in range(args.warm_start_epochs):  # like lengths together, or the longest would pad them all
+        order = rng.permutation(len(turns))
+        order = order[np.argsort(turns[order], kind="stable")]
+        batches += [order[i : i + size] for i in rng.permutation(range(0, len(order), size))]
     for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
