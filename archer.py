@@ -66,7 +66,7 @@ from envs.datasets import read_dialogues
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
+    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists; some have defaults of their own
     oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
     rom: str = ""  # your copy of detective.z5, for --env detective
     webshop_data: str = ""  # folder of the published items and instructions, for --env webshop
@@ -122,6 +122,21 @@ class Args:
     eval_episodes: int = 314  # sampled dialogues of an evaluation, rounded to whole passes over the world's tasks
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
+
+# The command line's other defaults, for worlds that are longer, repeat whole lines or pay rewards of another size (kl).
+SETTINGS = {
+    "guess-my-city": {"warm_start_epochs": 4, "iterations": 44},
+    "mini-detective": {
+        "vocabulary": 1500, "demonstrations": 4000, "warm_start_epochs": 4,
+        "rollouts": 64, "critic_pool": 128, "eval_episodes": 96,
+    },
+    "detective": {
+        "vocabulary": 2000, "demonstrations": 1000, "warm_start_epochs": 4, "kl": 2.0, "iterations": 10,
+        "rollouts": 48, "critic_pool": 64, "critic_batch": 8, "critic_warmup": 120, "actor_batch": 16,
+        "eval_episodes": 64,
+    },
+    "webshop": {"vocabulary": 1500, "warm_start_epochs": 2, "kl": 0.01, "iterations": 80},
+}  # fmt: skip
 
 METRICS = {
     "rollout/return": "undiscounted return of the iteration's dialogues, mean; should rise",
@@ -894,7 +909,9 @@ def play(args: Args) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    settings = SETTINGS.get(args.env, {})
     if folder := args.resume or args.play:  # its own arguments hold, unless given anew
         newest_checkpoint(folder, "--resume" if args.resume else "--play")
-        args = tyro.cli(Args, default=Args(**json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))))
+        settings = json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))
+    args = tyro.cli(Args, default=Args(**settings))
     play(args) if args.play else main(args)

@@ -1314,6 +1314,22 @@ def test_resume_on_the_command_line_keeps_the_runs_arguments(finished, tmp_path,
     assert json.loads((run / "summary.json").read_text())["eval_return"] == summary["eval_return"]
 
 
+def test_some_worlds_have_defaults_of_their_own(tmp_path):
+    """They are other defaults of arguments that exist, and what the user gives goes before them."""
+    plain = vars(archer.Args())
+    for env, settings in archer.SETTINGS.items():
+        assert env in envs.ENVS and settings.keys() <= plain.keys()
+        assert all(value != plain[key] and type(value) is type(plain[key]) for key, value in settings.items())
+    given = {"iterations": 0, "demonstrations": 8, "rollouts": 2, "eval-episodes": 1, "max-action-tokens": 2}
+    options = [x for name, value in given.items() for x in (f"--{name}", value)]
+    options += ["--env", "mini-detective", "--runs", tmp_path]
+    result = subprocess.run(command(*options), capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (run,) = tmp_path.iterdir()
+    used = json.loads((run / "args.json").read_text())
+    assert (used["vocabulary"], used["critic_pool"]) == (1500, 128) and used["rollouts"] == 2
+
+
 MISUSE = {
     "unknown world": ({"env": "nowhere"}, ["nowhere"]),
     "unknown device": ({"device": "abacus"}, ["abacus"]),
