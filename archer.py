@@ -732,7 +732,7 @@ def main(args: Args) -> dict[str, float]:
         demonstrations = read_demonstrations(args, worlds.envs[0])
         texts = [t.observations[-1:] if append_only else t.observations for t in demonstrations[:3000]]
         actor = make_actor(args, args.actor, [text for part in texts for text in part])
-        warm_start(actor, demonstrations, append_only, args, rng)
+        warm_start(actor, that_fit(demonstrations, actor, append_only, args), append_only, args, rng)
 
     interrupted = []
 
@@ -865,6 +865,20 @@ def read_demonstrations(args: Args, world) -> list[Trajectory]:
         stop("--demonstrations 0: the tiny actor's vocabulary is trained on them; give at least one")
     keys = ("observations", "actions", "rewards", "terminated", "answer")
     return [Trajectory(*(dialogue[key] for key in keys)) for dialogue in made]
+
+
+def that_fit(data: list[Trajectory], actor, append_only: bool, args: Args) -> list[Trajectory]:
+    """The dialogues that the actor's context has room for, with an utterance more; says how many do not fit."""
+    room = getattr(actor.config, "max_position_embeddings", sys.maxsize) - args.max_action_tokens - 1
+    fit = [t for t in data if max(map(len, lay_out([t], actor.tokenizer, append_only)[0])) <= room]
+    if not fit:
+        stop(f"--actor {args.actor}: no dialogue of the data fits into {room} tokens; take one with a longer context")
+    if len(fit) < len(data):
+        print(f"{len(data) - len(fit)} of {len(data)} dialogues left out: more than {room} tokens")
+    cut = np.mean([len(encode(actor.tokenizer, a)) >= args.max_action_tokens for t in fit for a in t.actions])
+    if cut > 0.01:
+        print(f"{cut:.0%} of the data's utterances are longer than --max-action-tokens {args.max_action_tokens}")
+    return fit
 
 
 @torch.no_grad()

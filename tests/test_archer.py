@@ -1057,6 +1057,34 @@ def test_read_dataset(tmp_path):
     assert (lost.actions, lost.rewards, lost.terminated) == (["Is it big? Or small?"], [-1.0], False)
 
 
+def test_dialogues_that_do_not_fit_are_left_out(tmp_path, capfd):
+    """Real data has dialogues that outgrow a model's context: the others are learned, and how many are not is said."""
+    lines = [[f"Is it {'very ' * k}big? No."] for k in range(30)]
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"lines": part, "correct": False, "word": ["dog"]} for part in lines]))
+    data = archer.read_demonstrations(small(dataset=path), envs.make("twenty-questions"))
+    actor = archer.make_actor(small(), "tiny", [t.observations[-1] for t in data[:1]])  # which never saw a "very"
+    lengths = [len(archer.lay_out([t], actor.tokenizer, True)[0][0]) for t in data]
+    room = sorted(lengths)[19]
+    actor.config.n_positions = room + 6 + 1
+    fit = archer.that_fit(data, actor, True, small(max_action_tokens=6))
+    assert fit == [t for t, length in zip(data, lengths, strict=True) if length <= room] and len(fit) == 20
+    assert f"10 of 30 dialogues left out: more than {room} tokens" in capfd.readouterr().out
+    actor.config.n_positions = 8
+    stops(capfd, lambda: archer.that_fit(data, actor, True, small(max_action_tokens=6)), "no dialogue", "context")
+
+
+REAL = ROOT.parent / "shared/data/guess_my_city.json"  # published with the authors' code
+
+
+@pytest.mark.external
+@pytest.mark.skipif(not REAL.exists(), reason=f"the authors' data of Guess My City is not at {REAL}")
+def test_the_real_data_of_guess_my_city_warms_up_an_actor(tmp_path, capfd):
+    """It is longer than what our players say, and a part of it longer than the tiny actor's context."""
+    archer.main(small(runs=tmp_path, env="guess-my-city", dataset=REAL, eval_episodes=1, iterations=1))
+    assert "dialogues left out: more than" in capfd.readouterr().out
+
+
 BROKEN = {
     "no lines": ({"correct": True, "word": ["pen"]}, "lines"),
     "lines are text": ({"lines": "Is it? No.", "correct": True, "word": ["pen"]}, "lines"),
