@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from tables import check, insert, interval, stop
 
 SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
 ROWS = {
@@ -36,7 +37,6 @@ ROWS = {
 # Golchha et al. 2024, Table 3, in percent: DRRN and the better LGE after 100,000 steps of 8 worlds; two we do not know.
 PAPER = {"T11": (19, 39), "T12": (26, 56), "T14": (19, 67), "T20": (48, 89), "T22": (47, 64), "T25": (13, 25)}
 TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # those where the paper's gain is large
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
 COLOURS = dict(zip(ROWS, ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00"), strict=True))
 START, END = "<!-- table3 -->", "<!-- /table3 -->"
 QUICK = (
@@ -56,12 +56,6 @@ class Args:
     runs: Path = Path("runs/lge")  # folder of the runs
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # one task, one seed, eight steps, to see that all works
-
-
-def stop(message: str):
-    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def finished(folder: Path) -> Path | None:
@@ -93,18 +87,6 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     return run
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half width of the 95 % interval of the mean, if there is more than one value.
-
-    >>> interval([1.0, 2.0, 3.0]), interval([2.0])
-    ('2.0 ± 2.5', '2.0')
-    """
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.1f} ± {half:.1f}"
-
-
 def curves_of(run: Path, split: str) -> list[tuple[int, float]]:
     """(step, score) of every evaluation of a run."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -132,14 +114,9 @@ def drawing(curves: dict[str, dict[str, list[tuple[int, float]]]]) -> str:
 
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
-    if args.seeds < 1 or args.jobs < 1:
-        stop("--seeds and --jobs must be at least 1")
-    if args.seeds > max(T95):
-        stop(f"--seeds {args.seeds}: at most {max(T95)}")
+    check(args.seeds, args.jobs, args.out, START, END)
     if unknown := [row for row in args.methods if row not in ROWS]:
         stop(f"--methods {unknown[0]}: no such method; known: {', '.join(ROWS)}")
-    if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
-        stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
     found = sorted(Path("runs").glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
     if args.guide == "auto" and not found and not args.quick:
         stop("--guide auto: no guide in runs/; train one with guide_simcse.py")
@@ -188,11 +165,7 @@ def main(args: Args) -> str:
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds, {args.split} variations; curves in {folder}\n{table}")
     if args.out:
-        text = args.out.read_text(encoding="utf-8")
-        before, after = text.split(START)[0], text.split(END)[1]
-        temporary = args.out.with_name(args.out.name + ".tmp")
-        temporary.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
-        temporary.replace(args.out)
+        insert(table, args.out, START, END)
     return table
 
 

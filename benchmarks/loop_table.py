@@ -14,7 +14,6 @@ test splits, in percent. The paper's figures (Table 1) are of a 32B model in App
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from tables import check, insert, interval, stop
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
@@ -35,7 +35,6 @@ ROWS = {  # the options of each row, and the paper's figures for it, in the orde
 COLUMNS = {"normal TGC": "test_normal_success", "SGC": "test_normal_scenarios"}
 COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_scenarios"}
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
 START, END = "<!-- table -->", "<!-- /table -->"
 QUICK = "--drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
 QUICK += " --rollouts 3 --eval-episodes 3 --max-action-tokens 6"
@@ -51,12 +50,6 @@ class Args:
     runs: Path = Path("runs/loop_table")  # folder of the runs
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # two seeds of runs of one iteration, to see that all works
-
-
-def stop(message: str):
-    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def run(what: str, *options) -> None:
@@ -100,24 +93,9 @@ def run_cell(args: Args, row: str, seed: int, start: Path) -> dict:
     return json.loads(summary.read_text(encoding="utf-8"))
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half width of the 95 % interval of the mean.
-
-    >>> interval([1.0, 2.0, 3.0])
-    '2.0 ± 2.5'
-    """
-    half = T95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):.1f} ± {half:.1f}"
-
-
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
-    if args.seeds < 1 or args.jobs < 1:
-        stop("--seeds and --jobs must be at least 1")
-    if args.seeds > max(T95):
-        stop(f"--seeds {args.seeds}: at most {max(T95)}")
-    if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
-        stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
+    check(args.seeds, args.jobs, args.out, START, END)
     seeds = range(1, (2 if args.quick else args.seeds) + 1)
     cells = [(row, seed) for seed in seeds for row in ROWS]
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -142,11 +120,7 @@ def main(args: Args) -> str:
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds\n{table}")
     if args.out:
-        text = args.out.read_text(encoding="utf-8")
-        before, after = text.split(START)[0], text.split(END)[1]
-        temporary = args.out.with_name(args.out.name + ".tmp")
-        temporary.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
-        temporary.replace(args.out)
+        insert(table, args.out, START, END)
     return table
 
 

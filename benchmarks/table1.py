@@ -12,7 +12,6 @@ mean over the seeds at the end of training, with the half width of its 95 % inte
 
 import json
 import re
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from tables import check, insert, interval, stop
 
 SCRIPT = Path(__file__).parent.parent / "archer_offline_iql.py"
 ROWS = {  # in the order of the paper's expectation, best first
@@ -32,7 +32,6 @@ ROWS = {  # in the order of the paper's expectation, best first
 }
 SHOWN = {"return": "eval/return", "greedy": "eval/return_greedy", "success": "eval/success"}
 SHOWN |= {"overestimation": "eval/overestimation", "unseen": "eval/unseen", "data nll": "actor/data_nll"}
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
 START, END = "<!-- table1 -->", "<!-- /table1 -->"
 QUICK = "--iterations 2 --dataset-size 40 --width 32 --layers 1 --critic-updates 2 --actor-updates 2 --eval-episodes 4"
 
@@ -46,12 +45,6 @@ class Args:
     runs: Path = Path("runs/table1")  # folder of the runs
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # two seeds at most, of runs of two iterations, to see that all works
-
-
-def stop(message: str):
-    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def finished(folder: Path) -> Path | None:
@@ -81,26 +74,9 @@ def run_row(args: Args, row: str, seed: int) -> Path:
     return finished(folder)
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half width of the 95 % interval of the mean; of one value there is none.
-
-    >>> interval([1.0, 2.0, 3.0])
-    '2.00 ± 2.48'
-    """
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.2f} ± {half:.2f}"
-
-
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
-    if args.seeds < 1 or args.jobs < 1:
-        stop("--seeds and --jobs must be at least 1")
-    if args.seeds > max(T95):
-        stop(f"--seeds {args.seeds}: at most {max(T95)}")
-    if args.out and (not args.out.exists() or START not in args.out.read_text(encoding="utf-8")):
-        stop(f"--out {args.out}: no {START} in it; the table goes between {START} and {END}")
+    check(args.seeds, args.jobs, args.out, START, END)
     seeds = range(1, (min(2, args.seeds) if args.quick else args.seeds) + 1)
     order = sorted(((row, seed) for row in ROWS for seed in seeds), key=lambda cell: (cell[0] != "BC", cell[1]))
     folders = {}
@@ -115,16 +91,12 @@ def main(args: Args) -> str:
     lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
     for row in ROWS:
         last = [json.loads((folders[row, s] / "metrics.jsonl").read_text().splitlines()[-1]) for s in seeds]
-        cells = [interval([r[tag] for r in last]) if tag in last[0] else "" for tag in SHOWN.values()]
+        cells = [interval([r[tag] for r in last], digits=2) if tag in last[0] else "" for tag in SHOWN.values()]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     table = "\n".join(lines)
     print(f"return of the data {last[0]['data/return']:.2f}, {len(seeds)} seeds\n{table}")
     if args.out:
-        text = args.out.read_text(encoding="utf-8")
-        before, after = text.split(START)[0], text.split(END)[1]
-        temporary = args.out.with_name(args.out.name + ".tmp")
-        temporary.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
-        temporary.replace(args.out)
+        insert(table, args.out, START, END)
     return table
 
 

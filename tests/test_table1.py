@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import table1
+import tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,3 +47,18 @@ def test_a_run_that_fails_is_one_line(tmp_path, capfd):
         table1.main(table1.Args(env="nowhere", quick=True, seeds=1, jobs=1, runs=tmp_path))
     (line,) = capfd.readouterr().err.splitlines()
     assert "BC, seed 1" in line and "nowhere" in line
+
+
+def test_an_interval_and_a_place_in_a_page(tmp_path, capfd):
+    """Student's t for three values: 4.30 standard errors on each side. Marks in the wrong order are no place."""
+    assert tables.interval([1.0, 2.0, 3.0]) == "2.0 ± 2.5"
+    assert tables.interval([2.0], digits=2) == "2.00", "of one value there is none"
+    page = tmp_path / "page.md"
+    page.write_text("a <b> old </b> c")
+    tables.insert("new", page, "<b>", "</b>")
+    assert page.read_text() == "a <b>\nnew\n</b> c" and list(tmp_path.iterdir()) == [page]
+    tables.check(3, 1, page, "<b>", "</b>")
+    for seeds, jobs, marks in ((0, 1, ("<b>", "</b>")), (99, 1, ("<b>", "</b>")), (3, 1, ("</b>", "<b>"))):
+        with pytest.raises(SystemExit):
+            tables.check(seeds, jobs, page, *marks)
+        assert len(capfd.readouterr().err.splitlines()) == 1

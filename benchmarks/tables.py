@@ -1,0 +1,45 @@
+"""What the tables over several seeds share: their checks, an interval, and a place between two marks of a document."""
+
+import statistics
+import sys
+from pathlib import Path
+
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
+
+
+def stop(message: str):
+    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(seeds: int, jobs: int, out: Path | None, start: str, end: str) -> None:
+    """Stops for what no table can be made with: better before the runs than after them."""
+    if seeds < 1 or jobs < 1:
+        stop("--seeds and --jobs must be at least 1")
+    if seeds > max(T95):
+        stop(f"--seeds {seeds}: at most {max(T95)}")
+    text = out.read_text(encoding="utf-8") if out and out.exists() else ""
+    if out and not 0 <= text.find(start) < text.find(end):
+        stop(f"--out {out}: no {start} in it; the table goes between {start} and {end}")
+
+
+def interval(values: list[float], digits: int = 1) -> str:
+    """Mean and half width of the 95 % interval of the mean; of one value there is none.
+
+    >>> interval([1.0, 2.0, 3.0]), interval([2.0], digits=2)
+    ('2.0 ± 2.5', '2.00')
+    """
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
+
+
+def insert(table: str, out: Path, start: str, end: str) -> None:
+    """Puts the table between the document's two marks; the file is there in whole, old or new, at every moment."""
+    text = out.read_text(encoding="utf-8")
+    before, after = text.split(start)[0], text.split(end)[1]
+    temporary = out.with_name(out.name + ".tmp")
+    temporary.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
+    temporary.replace(out)
