@@ -125,7 +125,8 @@ class Args:
 
 # The command line's other defaults, for worlds that are longer, repeat whole lines or pay rewards of another size (kl).
 SETTINGS = {
-    "guess-my-city": {"warm_start_epochs": 4, "iterations": 44},
+    "twenty-questions-subset": {"iterations": 45},
+    "guess-my-city": {"warm_start_epochs": 4, "iterations": 40},
     "mini-detective": {
         "vocabulary": 1500, "demonstrations": 4000, "warm_start_epochs": 4,
         "rollouts": 64, "critic_pool": 128, "eval_episodes": 96,
@@ -564,11 +565,8 @@ def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -
 def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args: Args, rng) -> None:
     """Supervised learning of the demonstrations' utterances, their ends of turn included."""
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    turns, size, batches = np.array([len(t) for t in demonstrations]), args.warm_start_batch, []
-    for _ in range(args.warm_start_epochs):  # like lengths together, or the longest would pad them all
-        order = rng.permutation(len(turns))
-        order = order[np.argsort(turns[order], kind="stable")]
-        batches += [order[i : i + size] for i in rng.permutation(range(0, len(order), size))]
+    orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
+    batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
     for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share

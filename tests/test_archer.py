@@ -991,24 +991,6 @@ def test_warm_start_learns_the_words_and_their_end(tokenizer):
     assert np.mean(nll) == pytest.approx(math.log(4), rel=0.2)  # one of four words, and then surely the end
 
 
-def test_warm_start_reads_all_dialogues_and_like_lengths_together(monkeypatch):
-    """Each pass has every dialogue once, in batches in random order whose dialogues differ by few turns."""
-    world = Toy()
-    keys = ("observations", "actions", "rewards", "terminated", "answer")
-    demonstrations = [archer.Trajectory(**{key: d[key] for key in keys}) for d in world.demonstrations(100, seed=0)]
-    args = small(warm_start_epochs=2, warm_start_batch=10)
-    actor = archer.make_actor(args, "tiny", [t.observations[-1] for t in demonstrations])
-    batches, lay_out = [], archer.lay_out
-    monkeypatch.setattr(archer, "lay_out", lambda part, *rest: batches.append(part) or lay_out(part, *rest))
-    archer.warm_start(actor, demonstrations, True, args, np.random.default_rng(0))
-    assert len(batches) == 20
-    for epoch in (batches[:10], batches[10:]):
-        assert sorted(id(t) for batch in epoch for t in batch) == sorted(map(id, demonstrations))
-        in_order = sorted(len(t) for t in demonstrations)
-        longest = [max(map(len, batch)) for batch in epoch]
-        assert sorted(longest) == in_order[9::10] and longest != sorted(longest)
-
-
 def test_warm_start_learns_the_replies(tokenizer):
     """D7: read behind the end of the turn, where the critic reads Q; without it they stay unknown."""
     keys = ("observations", "actions", "rewards", "terminated", "answer")
