@@ -5,7 +5,7 @@
 # ///
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
-    python archer.py --env twenty-questions              # 11 minutes on 2 CPU cores, mean return -15.2 -> -12.5
+    python archer.py --env twenty-questions              # 12 minutes on 2 CPU cores, mean return -15.4 -> -12.6
     python archer.py --env twenty-questions-subset       # 9 minutes, -14.5 -> -4.7
     python archer.py --actor gpt2 --critic roberta-base --warm-start-lr 1e-4 --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...          python archer.py --play runs/...
@@ -226,7 +226,8 @@ def states_acted(trajectories: list[Trajectory]) -> list[int]:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B trunks, T their tokens, S states, N utterances, M all the tokens of all utterances in a row,
-# V the vocabulary, H hidden, 2 the twin critics. An utterance includes its end of turn.
+# V the vocabulary, H hidden, 2 the twin critics. An utterance includes its end of turn. In `speak` and `forward` also
+# K tokens that the cache lacks or Q that ask, N the states of one trunk, L the tokens written.
 def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, terminated_N: torch.Tensor, gamma: float):
     """E1: r + gamma * Vbar(s') [N, 2], each of the twins from its own; no bootstrap after a terminal turn.
 
@@ -572,7 +573,7 @@ def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args:
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
         part, tokenizer = [demonstrations[i] for i in batch], actor.tokenizer
         said = [encode(tokenizer, action) + encode(tokenizer, "\n") for t in part for action in t.actions]
-        if args.warm_start_replies:  # D7
+        if args.warm_start_replies:  # D7: behind the end of turn, where the critic will read Q
             replies = [encode(tokenizer, reply) for t in part for reply in envs.replies(t.observations, t.actions)]
             said = [ids + reply for ids, reply in zip(said, replies, strict=True)]
         trunks, states = lay_out(part, tokenizer, append_only)
@@ -706,12 +707,9 @@ def main(args: Args) -> dict[str, float]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
+    check(args)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    try:
-        torch.zeros(1, device=args.device)
-    except (AssertionError, RuntimeError) as error:
-        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     worlds = make_worlds(args, args.rollouts)
     append_only = worlds.envs[0].append_only
@@ -842,6 +840,22 @@ def main(args: Args) -> dict[str, float]:
     return summary
 
 
+def check(args: Args) -> None:
+    """Stops for values that no run can be made with."""
+    counts = ("threads", "width", "layers", "warm_start_batch", "rollouts", "max_action_tokens", "critic_batch")
+    for name in (*counts, "critic_pool", "actor_batch", "eval_every", "save_every"):
+        if getattr(args, name) < 1:
+            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+    if args.width > 32 and args.width % (args.width // 32):
+        stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
+    if args.temperature <= 0:
+        stop(f"--temperature {args.temperature}: give more than 0; evaluations are greedy, too")
+    try:
+        torch.zeros(1, device=args.device)
+    except (AssertionError, RuntimeError) as error:
+        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
+
+
 def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
     """n worlds in lockstep."""
     options = {"oracle": args.oracle, "rom": args.rom, "data": args.webshop_data}
@@ -907,6 +921,7 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
 @torch.no_grad()
 def play(args: Args) -> None:
     """The trained agent asks, a person answers."""
+    check(args)
     transformers.logging.disable_progress_bar()
     actor = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
     world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)

@@ -1349,6 +1349,10 @@ MISUSE = {
     "no run": ({"resume": "MISSING"}, ["--resume", "MISSING"]),
     "no data": ({"dataset": "MISSING"}, ["--dataset", "MISSING"]),
     "no demonstrations": ({"demonstrations": 0}, ["--demonstrations"]),
+    "no rollouts": ({"rollouts": 0}, ["--rollouts 0", "at least 1"]),
+    "never evaluated": ({"eval_every": 0}, ["--eval-every 0", "at least 1"]),
+    "no width of heads": ({"width": 100}, ["--width 100", "multiple of 32"]),
+    "cold": ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
 }
 
 
