@@ -921,7 +921,6 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
 @torch.no_grad()
 def play(args: Args) -> None:
     """The trained agent asks, a person answers."""
-    check(args)
     transformers.logging.disable_progress_bar()
     actor = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
     world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)
@@ -941,4 +940,5 @@ if __name__ == "__main__":
         newest_checkpoint(folder, "--resume" if args.resume else "--play")
         settings = json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))
     args = tyro.cli(Args, default=Args(**settings))
+    check(args)
     play(args) if args.play else main(args)
