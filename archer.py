@@ -568,6 +568,7 @@ def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
     orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
     batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
+    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize)  # of a reply, what it has room for
     for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
@@ -577,7 +578,8 @@ def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args:
             replies = [encode(tokenizer, reply) for t in part for reply in envs.replies(t.observations, t.actions)]
             said = [ids + reply for ids, reply in zip(said, replies, strict=True)]
         trunks, states = lay_out(part, tokenizer, append_only)
-        utterances = [(*states[s], ids) for s, ids in zip(states_acted(part), said, strict=True)]
+        acted = states_acted(part)
+        utterances = [(*states[s], ids[: limit - states[s][1]]) for s, ids in zip(acted, said, strict=True)]
         logits_MV, token_M, _, _ = score(actor, trunks, utterances, temperature=1.0)
         loss = nn.functional.cross_entropy(logits_MV, token_M)
         descend(loss, optimizer, actor, 1.0, "warm start")
@@ -768,7 +770,8 @@ def main(args: Args) -> dict[str, float]:
             module.load_state_dict(state["modules"][name])
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # the saved state has brought back the old one
         rng.bit_generator.state = state["rng"][0]
-        generator.set_state(state["rng"][1].cpu())
+        if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
+            generator.set_state(state["rng"][1].cpu())
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     for name in LOGS:
@@ -779,6 +782,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
+    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began = time.time()
@@ -842,14 +846,16 @@ def main(args: Args) -> dict[str, float]:
 
 def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
-    counts = ("threads", "width", "layers", "warm_start_batch", "rollouts", "max_action_tokens", "critic_batch")
-    for name in (*counts, "critic_pool", "actor_batch", "eval_every", "save_every"):
-        if getattr(args, name) < 1:
-            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+    may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
+    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates")
+    for name, value in vars(args).items():
+        least = 0 if name in may_be_0 else 1
+        if type(value) is int and value < least:
+            stop(f"--{name.replace('_', '-')} {value}: give at least {least}")
+        if name in ("temperature", "keep") and value <= 0:
+            stop(f"--{name} {value}: give more than 0")
     if args.width > 32 and args.width % (args.width // 32):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
-    if args.temperature <= 0:
-        stop(f"--temperature {args.temperature}: give more than 0; evaluations are greedy, too")
     try:
         torch.zeros(1, device=args.device)
     except (AssertionError, RuntimeError) as error:

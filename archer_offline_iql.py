@@ -682,18 +682,12 @@ def newest_checkpoint(run: str, flag: str) -> Path:
 # ---------------------------------------------------------- 9. training
 def main(args: Args) -> dict[str, float]:
     """Iterations of critic and actor on recorded dialogues; returns what it writes to summary.json."""
-    for name in ("dataset_size", "batch", "temperature", "max_action_tokens", "keep", "eval_every", "save_every"):
-        if not getattr(args, name) > 0:
-            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
+    check(args)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    try:
-        torch.zeros(1, device=args.device)
-    except (AssertionError, RuntimeError) as error:
-        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     world = make_worlds(args, 1).envs[0]
 
@@ -729,7 +723,8 @@ def main(args: Args) -> dict[str, float]:
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
         rng.bit_generator.state = state["rng"][0]
-        generator.set_state(state["rng"][1].cpu())
+        if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
+            generator.set_state(state["rng"][1].cpu())
 
     interrupted = []
 
@@ -766,6 +761,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
+    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began, critic_rows, actor_rows = time.time(), [], []
@@ -804,6 +800,24 @@ def main(args: Args) -> dict[str, float]:
     write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
     return summary
+
+
+def check(args: Args) -> None:
+    """Stops for values that no run can be made with."""
+    may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
+    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates")
+    for name, value in vars(args).items():
+        least = 0 if name in may_be_0 else 1
+        if type(value) is int and value < least:
+            stop(f"--{name.replace('_', '-')} {value}: give at least {least}")
+        if name in ("temperature", "keep") and value <= 0:
+            stop(f"--{name} {value}: give more than 0")
+    if args.width > 32 and args.width % (args.width // 32):
+        stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
+    try:
+        torch.zeros(1, device=args.device)
+    except (AssertionError, RuntimeError) as error:
+        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
 
 
 def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
@@ -860,4 +874,5 @@ if __name__ == "__main__":
     if folder := args.resume or args.play:  # its own arguments hold, unless given anew
         newest_checkpoint(folder, "--resume" if args.resume else "--play")
         args = tyro.cli(Args, default=Args(**json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))))
+    check(args)
     play(args) if args.play else main(args)

@@ -559,6 +559,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
+    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began, rows, learned = time.time(), [], 0

@@ -489,8 +489,7 @@ def main(args: Args) -> dict[str, float]:
     worlds = Worlds(args.worlds, task=args.task, simplifications=args.simplifications, step_limit=args.step_limit)
 
     # --- all that learns, of a run or new
-    state = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}
-    logs = {name: [] for name in LOGS}
+    state, logs = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}, {name: [] for name in LOGS}
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
         state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
@@ -501,8 +500,8 @@ def main(args: Args) -> dict[str, float]:
     else:
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__lge_drrn__{args.seed}__{now}"
-        shown = worlds.texts(args.vocabulary_steps, rng)
-        texts = Texts(make_tokenizer([text + "\n" for text in shown], args.vocabulary))  # D5
+        shown = [text + "\n" for text in worlds.texts(args.vocabulary_steps, rng)]
+        texts = Texts(make_tokenizer(shown, args.vocabulary))  # D5
     network = DRRN(len(texts.tokenizer), args.hidden, args.q_hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     replay, guide = Replay(args.memory, args.priority_fraction), Guide(args, texts)
@@ -525,6 +524,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- steps
     writer = SummaryWriter(str(run), purge_step=state["step"] + 1)
+    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
     todo = range(state["step"] + 1, args.steps + 1)
     views, figures, began = [], defaultdict(list), time.time()
     for step in tqdm(todo, "steps", initial=state["step"], total=args.steps, disable=None):

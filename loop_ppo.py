@@ -828,7 +828,8 @@ def main(args: Args) -> dict[str, float]:
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
         rng.bit_generator.state = state["rng"][0]
-        generator.set_state(state["rng"][1].cpu())
+        if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
+            generator.set_state(state["rng"][1].cpu())
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     for name in LOGS:
@@ -839,6 +840,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
+    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began = time.time()

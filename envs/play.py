@@ -22,10 +22,9 @@ def answer(ask: Callable[[str], str], observation: str, turns: int) -> None:
     """The other way round: `ask`, an agent, makes a question of each observation, and you answer it."""
     print("Think of one of its words. Answer y (yes), n (no) or ? (no such question); c (correct) ends the game.")
     for _ in range(turns):
-        question = ask(observation)
         try:
-            typed = input(f"{question} ")[:1].lower()
-        except EOFError:
+            typed = input(f"{(question := ask(observation))} ")[:1].lower()
+        except (EOFError, KeyboardInterrupt):
             return
         if typed == "c":
             return

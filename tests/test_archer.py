@@ -1056,6 +1056,18 @@ def test_dialogues_that_do_not_fit_are_left_out(tmp_path, capfd):
     stops(capfd, lambda: archer.that_fit(data, actor, True, small(max_action_tokens=6)), "no dialogue", "context")
 
 
+def test_a_reply_is_learned_as_far_as_the_context_goes():
+    """D7 in a world that writes its text anew: a state and the next one behind it may be more than the model reads."""
+    states = ["You see a lamp.\n", "You see a door.\n", "You see a cat.\n"]
+    data = [archer.Trajectory(states, ["look", "go"], [0.0, 1.0], True, "cat")]
+    args = small(vocabulary=257, max_action_tokens=6)  # a token is a byte
+    actor = archer.make_actor(args, "tiny", states)
+    actor.config.n_positions = len(states[0]) + 6 + 1
+    before = actor.base_model.wte.weight.detach().clone()
+    archer.warm_start(actor, archer.that_fit(data, actor, False, args), False, args, np.random.default_rng(0))
+    assert not torch.equal(before, actor.base_model.wte.weight)
+
+
 REAL = ROOT.parent / "shared/data/guess_my_city.json"  # published with the authors' code
 
 
@@ -1386,6 +1398,15 @@ def test_play(finished, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
     archer.play(small(play=finished[0]))
     assert next(answers, None) is None and capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", [KeyboardInterrupt, EOFError])
+def test_ctrl_c_and_ctrl_d_end_play(finished, monkeypatch, key):
+    def pressed(prompt):
+        raise key
+
+    monkeypatch.setattr("builtins.input", pressed)
+    archer.play(small(play=finished[0]))
 
 
 def test_no_dialogue_is_read_beyond_the_context(actor, tokenizer, capfd):

@@ -411,12 +411,14 @@ def test_every_logged_tag_is_explained_and_every_explained_tag_is_logged(script,
     folder, metrics = tiny_run(script), metrics_of(script)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = {tag for row in rows for tag in row} - {"iteration"}
-    curves = EventAccumulator(str(folder)).Reload().Tags()["scalars"]
+    tags = EventAccumulator(str(folder)).Reload().Tags()
+    curves = tags["scalars"]
     # A tag that needs a switch says so at the end of its meaning: "...; with --baseline only".
     conditional = {tag for tag, meaning in metrics.items() if re.search(r"with --[\w-]+( \w+)? only$", meaning)}
     assert logged - set(metrics) == set(), "logged but not in METRICS"
     assert set(metrics) - logged - conditional == set(), "in METRICS but not logged"
     assert set(curves) - set(metrics) == set(), "in TensorBoard but not in METRICS"
+    assert tags["tensors"] == ["args/text_summary"], "with which arguments it ran stands beside its curves"
     assert [tag for tag, meaning in metrics.items() if len(meaning) < 10] == []
 
 
