@@ -30,6 +30,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
 """
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -492,6 +493,7 @@ def main(args: Args) -> dict[str, float]:
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
     torch.set_num_threads(args.threads)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # no two batches are alike: 1,024 kernels take GB
     torch.manual_seed(args.seed)
     try:
         torch.zeros(1, device=args.device)
