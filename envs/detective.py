@@ -28,6 +28,7 @@ last action did, and the available actions; the reward is the change of the game
 
 import copy
 import hashlib
+import importlib
 import operator
 import os
 import random
@@ -87,9 +88,9 @@ class Story:
 
     def __init__(self, path: Path):
         import jericho  # here, so that the file can be imported without it
-        from jericho import util
 
-        self.util, self.game = util, jericho.FrotzEnv(str(path))
+        self.util = importlib.import_module("jericho.util")  # `jericho.util` may be ctypes', if that came first
+        self.game = jericho.FrotzEnv(str(path))
         dictionary = self.game.get_dictionary()
         self.words = {entry.word for entry in dictionary}  # cut to nine letters, as the game cuts what it reads
         # Save, restore, quit, script, help; and the author's own for testing, one of which leads straight to the

@@ -1352,6 +1352,14 @@ def test_some_worlds_have_defaults_of_their_own(tmp_path):
     assert (used["vocabulary"], used["critic_pool"]) == (1500, 128) and used["rollouts"] == 2
 
 
+@pytest.mark.parametrize("world", ["guess-my-city", "mini-detective", "detective", "webshop"])
+def test_it_trains_in_every_world_of_the_paper(tmp_path, world):
+    if problem := envs.missing(world):
+        pytest.skip(problem)
+    _, summary = go(tmp_path, env=world, demonstrations=4, rollouts=2, eval_episodes=1, iterations=1)
+    assert math.isfinite(summary["eval_return"])
+
+
 MISUSE = {
     "unknown world": ({"env": "nowhere"}, ["nowhere"]),
     "unknown device": ({"device": "abacus"}, ["abacus"]),

@@ -520,6 +520,14 @@ def test_play(finished, monkeypatch, capsys):
     assert next(answers, None) is None and capsys.readouterr().out
 
 
+@pytest.mark.parametrize("world", ["guess-my-city", "mini-detective", "detective", "webshop"])
+def test_it_trains_in_every_world_of_the_paper(tmp_path, world):
+    if problem := envs.missing(world):
+        pytest.skip(problem)
+    _, summary = go(tmp_path, env=world, dataset_size=4, eval_episodes=1, iterations=1)
+    assert math.isfinite(summary["eval_return"])
+
+
 MISUSE = {
     "unknown world": ({"env": "nowhere"}, ["nowhere"]),
     "unknown device": ({"device": "abacus"}, ["abacus"]),
