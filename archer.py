@@ -568,7 +568,7 @@ def warm_start(actor, demonstrations: list[Trajectory], append_only: bool, args:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.warm_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
     orders, size = [rng.permutation(len(demonstrations)) for _ in range(args.warm_start_epochs)], args.warm_start_batch
     batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
-    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize)  # of a reply, what it has room for
+    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize)  # a reply is cut to what there is room for
     for step, batch in enumerate(bar := tqdm(batches, desc="warm start", unit="update", disable=None)):
         share = min(1, (step + 1) / 50, 1.02 - step / len(batches))  # up in 50 updates, then linearly down
         optimizer.param_groups[0]["lr"] = args.warm_start_lr * share
