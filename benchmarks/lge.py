@@ -4,12 +4,14 @@
     python benchmarks/lge.py --tasks T12 --seeds 3             # one task
     python benchmarks/lge.py --quick                           # minutes, and its figures mean nothing
     python benchmarks/lge.py --out docs/lge_drrn.md            # puts the table between the file's two marks
+    python benchmarks/lge.py --known docs/lge_cells.jsonl      # what has been run elsewhere is not run again
 
 Every cell is one run of lge_drrn.py in a folder of its own below --runs. One that has ended is not run again, one that
 was killed goes on from its last checkpoint. The guide is trained before, by guide_simcse.py. Printed is the score in
-percent on variations of the test split (--split dev to choose settings by), the mean of the last tenth of the
-evaluations as in the paper, then over the seeds, with the half width of its 95 % interval (Student's t). curves.csv has
-every evaluation of every run, curves.svg its mean over the seeds against the steps.
+percent on variations of the test split, the mean of the last tenth of the evaluations as in the paper, then over the
+seeds, with the half width of its 95 % interval (Student's t). --split dev is there to choose settings by; training is
+the play from which the explorer learns, in the last tenth of its steps. curves.csv has every evaluation of every run,
+curves.svg its mean over the seeds against the steps.
 """
 
 import csv
@@ -18,6 +20,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +55,9 @@ class Args:
     jobs: int = 1  # runs at a time; each has 8 Java processes, 2.7 GB in all
     guide: str = "auto"  # folder of the guide; auto: the newest in runs/
     options: str = ""  # for every run, as one text: "--steps 100000 --eval-every 1000"
-    split: Literal["test", "dev"] = "test"  # whose score is printed
+    split: Literal["test", "dev", "training"] = "test"  # whose score is printed
     runs: Path = Path("runs/lge")  # folder of the runs
+    known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # one task, one seed, eight steps, to see that all works
 
@@ -67,11 +71,15 @@ def finished(folder: Path) -> Path | None:
     return None
 
 
+def group_of(args: Args) -> str:
+    """Other options, other runs: the name of the folder that holds them."""
+    return re.sub(r"[^\w.=-]+", "_", (QUICK if args.quick else args.options).strip()) or "default"
+
+
 def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     """Runs one cell, or goes on with it, unless it has ended before; the folder of its run."""
     options = QUICK if args.quick else args.options
-    group = re.sub(r"[^\w.=-]+", "_", options.strip()) or "default"  # other options, other runs
-    folder = args.runs / group / re.sub(r"\W+", "_", f"{task} {row} {seed}")
+    folder = args.runs / group_of(args) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
     if run := finished(folder):
         return run
     command = [sys.executable, str(SCRIPT), "--task", task, "--seed", str(seed), "--guide", guide]
@@ -87,10 +95,19 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     return run
 
 
-def curves_of(run: Path, split: str) -> list[tuple[int, float]]:
-    """(step, score) of every evaluation of a run."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(row["iteration"], row[f"eval/{split}_score"]) for row in rows if f"eval/{split}_score" in row]
+def read(path: Path | None) -> list[dict]:
+    """The records of a file, a line each; none, if there is no file."""
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path and path.exists() else []
+    )
+
+
+def outcome(run: Path) -> dict:
+    """What a run came to: its summary, and as curves (step, score) of all its evaluations and of training."""
+    rows, curves = read(run / "metrics.jsonl"), {}
+    for name, tag in {"dev": "eval/dev_score", "test": "eval/test_score", "training": "rollout/score"}.items():
+        curves[name] = [(row["iteration"], round(row[tag], 2)) for row in rows if tag in row]
+    return {"summary": json.loads((run / "summary.json").read_text(encoding="utf-8")), "curves": curves}
 
 
 def drawing(curves: dict[str, dict[str, list[tuple[int, float]]]]) -> str:
@@ -124,33 +141,51 @@ def main(args: Args) -> str:
     tasks = tuple(f"T{n}" for n in range(30)) if args.tasks == ("all",) else args.tasks
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
+    # --- the cells: those known, and those to run
+    known, group, lock = read(args.known), group_of(args), threading.Lock()
+    outcomes = {(r["task"], r["method"], r["seed"]): r for r in known if r["group"] == group}
     cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
+
+    def run_and_keep(cell: tuple[str, str, int]) -> None:
+        ended = outcome(run_cell(args, guide, *cell))
+        with lock:
+            outcomes[cell] = {"group": group, "task": cell[0], "method": cell[1], "seed": cell[2]} | ended
+            known.append(outcomes[cell])
+            if args.known:
+                temporary = args.known.with_name(args.known.name + ".tmp")
+                temporary.write_text("".join(json.dumps(record) + "\n" for record in known), encoding="utf-8")
+                temporary.replace(args.known)
+
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            runs = dict(zip(cells, pool.map(lambda cell: run_cell(args, guide, *cell), cells), strict=True))
-        except RuntimeError as error:
+            list(pool.map(run_and_keep, [cell for cell in cells if cell not in outcomes]))
+        except (RuntimeError, OSError) as error:
             pool.shutdown(cancel_futures=True)
             stop(str(error))
 
     # --- curves
-    folder = runs[cells[0]].parent.parent
+    folder = args.runs / group
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "curves.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["task", "method", "seed", "split", "step", "score"])
-        for (task, row, seed), run in runs.items():
-            for split in ("dev", "test"):
-                writer.writerows([task, row, seed, split, *point] for point in curves_of(run, split))
+        for cell in cells:
+            for split, points in outcomes[cell]["curves"].items():
+                writer.writerows([*cell, split, *point] for point in points)
     means = {}
     for task in tasks:
         for row in args.methods:
-            by_seed = zip(*[curves_of(runs[task, row, seed], args.split) for seed in seeds], strict=True)
+            by_seed = zip(*[outcomes[task, row, seed]["curves"][args.split] for seed in seeds], strict=True)
             mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
             means.setdefault(task, {})[row] = mean
     (folder / "curves.svg").write_text(drawing(means), encoding="utf-8")
 
     # --- table
     def score(task: str, row: str, seed: int) -> float:
-        return json.loads((runs[task, row, seed] / "summary.json").read_text())[f"eval_{args.split}_score"]
+        if args.split == "training":
+            points = outcomes[task, row, seed]["curves"]["training"]
+            return statistics.fmean(score for _, score in points[-max(1, len(points) // 10) :])
+        return outcomes[task, row, seed]["summary"][f"eval_{args.split}_score"]
 
     lines = [
         f"| task | {' | '.join(args.methods)} | paper: DRRN | LGE |",
@@ -163,7 +198,7 @@ def main(args: Args) -> str:
         means = [interval([statistics.fmean(score(t, row, s) for t in tasks) for s in seeds]) for row in args.methods]
         lines.append(f"| mean | {' | '.join(means)} | | |")
     table = "\n".join(lines)
-    print(f"{len(seeds)} seeds, {args.split} variations; curves in {folder}\n{table}")
+    print(f"{len(seeds)} seeds, {args.split} score; curves in {folder}\n{table}")
     if args.out:
         insert(table, args.out, START, END)
     return table

@@ -52,6 +52,7 @@ def run_of(folder: Path, steps: int, scores: list[float], done: int | None = Non
     folder.mkdir(parents=True)
     each = steps // len(scores)
     rows = [{"iteration": each * (i + 1), "eval/test_score": s, "eval/dev_score": 0.0} for i, s in enumerate(scores)]
+    rows += [{"iteration": steps, "rollout/score": scores[-1] / 2}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "args.json").write_text(json.dumps({"steps": steps}))
     summary = {"steps": done or steps, "eval_test_score": scores[-1], "eval_dev_score": 0.0}
@@ -76,6 +77,19 @@ def test_the_table_from_runs(tmp_path, capfd):
         "| T20 | 0.0 ± 0.0 | 8.0 ± 0.0 | 48 | 89 |",
         "| mean | 10.0 ± 12.4 | 34.0 ± 12.4 | | |",
     ]
+
+    in_training = lge.main(lge.Args(**options, split="training")).splitlines()
+    assert in_training[2] == "| T12 | 10.0 ± 12.4 | 30.0 ± 12.4 | 26 | 56 |"
+    # What is known is not run: the folder of a cell may be gone.
+    cells = tmp_path / "cells.jsonl"
+    lge.main(lge.Args(**options, known=cells))
+    assert len(cells.read_text().splitlines()) == 12
+    cells.write_text("".join(line + "\n" for line in cells.read_text().splitlines()[1:]))  # all but T12, DRRN, seed 1
+    for folder in (tmp_path / "default").glob("*/"):
+        if folder.name != "T12_DRRN_1":
+            shutil.rmtree(folder)
+    assert lge.main(lge.Args(**options, known=cells)).splitlines() == lines
+    assert len(cells.read_text().splitlines()) == 12 and not cells.with_name("cells.jsonl.tmp").exists()
     assert "T12,LGE fixed,3,test,40,70.0" in (tmp_path / "default/curves.csv").read_text().splitlines()
     shutil.rmtree(tmp_path / "default/T12_DRRN_1")
     run_of(tmp_path / "default/T12_DRRN_1/run", 40, [5.0], done=20)
