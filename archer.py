@@ -103,7 +103,7 @@ class Args:
     critic_updates: int = 40  # updates of the critic in an iteration, each with a Polyak step of the target
     critic_batch: int = 16  # dialogues in an update of the critic
     critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
-    critic_warmup: int = 400  # critic updates before the actor moves (paper: 20 iterations)
+    critic_warmup: int = 440  # critic updates before the actor moves (paper: 20 iterations)
     gamma: float = 0.95  # discount of an utterance (paper: 0.95)
     polyak: float = 0.1  # share of the critic that enters its target copy after every update (paper: 0.1)
     expectile: float = 0.9  # of E6, for --critic-loss iql
@@ -133,7 +133,7 @@ SETTINGS = {
     },
     "detective": {
         "vocabulary": 2000, "demonstrations": 1000, "warm_start_epochs": 4, "kl": 2.0, "iterations": 10,
-        "rollouts": 48, "critic_pool": 64, "critic_batch": 8, "critic_warmup": 120, "actor_batch": 16,
+        "rollouts": 48, "critic_pool": 64, "critic_batch": 8, "critic_warmup": 160, "actor_batch": 16,
         "eval_episodes": 64,
     },
     "webshop": {"vocabulary": 1500, "warm_start_epochs": 2, "kl": 0.01, "iterations": 80},
@@ -808,7 +808,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. the actor, on utterances of its own
         share = 1 - state["iteration"] / args.iterations if args.anneal_lr else 1.0
         optimizer.param_groups[0]["lr"] = args.actor_lr * share  # D9
-        for _ in range(args.actor_updates if state["critic_updates"] > args.critic_warmup else 0):
+        for _ in range(args.actor_updates if state["critic_updates"] >= args.critic_warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
             fresh = fresh_utterances(actor, batch, append_only, args, generator)
             learners = actor, start_actor, critic, baseline, optimizer

@@ -146,7 +146,7 @@ def test_learns_a_world_with_a_known_best_return(tmp_path, world, seed):
     """
     args = small(
         env=world, seed=seed, runs=tmp_path, iterations=120, rollouts=32, demonstrations=400, warm_start_epochs=3,
-        warm_start_lr=1e-2, critic_updates=20, critic_batch=16, critic_pool=64, critic_warmup=400, actor_updates=4,
+        warm_start_lr=1e-2, critic_updates=20, critic_batch=16, critic_pool=64, critic_warmup=420, actor_updates=4,
         actor_batch=32, kl=0.05, gamma=0.5, eval_every=120, eval_episodes=128, save_every=100,
     )  # fmt: skip
     summary = archer.main(args)
