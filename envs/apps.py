@@ -69,10 +69,10 @@ class Call(NamedTuple):
         """What its documentation says.
 
         >>> CALLS["phone.list"].doc
-        'phone.list(page=0): lists contacts, four a page'
+        'apis.phone.list(page=0): lists contacts, four a page'
         """
         given = [name if default is ... else f"{name}={default}" for name, (_, default) in self.parameters.items()]
-        return f"{self.name}({', '.join(given)}): {self.about}"
+        return f"apis.{self.name}({', '.join(given)}): {self.about}"
 
 
 def make_call(name: str, parameters: str, about: str, sql: str | list[str]) -> Call:
@@ -616,8 +616,8 @@ def assumption(code: str, observation: str, rng: random.Random) -> object:
     words = {name: rng.choice(choice.split()) for name, choice in DATA["device"]["words"].items()}
     rng.shuffle(names)
     return [
-        f"{app}.{names[0]}({words['where']}): finds",
-        f"{app}.{names[-1]}({words['device']}, {words['level']}): sets",
+        f"apis.{app}.{names[0]}({words['where']}): finds",
+        f"apis.{app}.{names[-1]}({words['device']}, {words['level']}): sets",
     ]
 
 

@@ -545,7 +545,7 @@ def read_docs(app: str) -> Generator:
     """The documentation of an app, read: {what a call does, in one word: (its name, its parameters)}."""
     docs = yield f"apis.api_docs.show_api_doc(name={app!r})"
     found = [re.match(r"(\S+)\((.*)\): (\w+)", doc) for doc in docs]
-    return {match[3]: (f"apis.{match[1]}", match[2].split(", ")) for match in found if match}
+    return {match[3]: (match[1], match[2].split(", ")) for match in found if match}
 
 
 def device_level(kind, room):
