@@ -183,8 +183,8 @@ def test_documentation_names_what_a_call_takes():
         world.turns = 0
     whole = output_of(world, "apis.api_docs.show_api_doc(name='supervisor')")
     assert whole == (
-        "\n=> ['supervisor.complete_task(answer=None): ends the task', "
-        "'supervisor.show_password(app): shows the password of an app']\n"
+        "\n=> ['apis.supervisor.complete_task(answer=None): ends the task', "
+        "'apis.supervisor.show_password(app): shows the password of an app']\n"
     )
     assert output_of(world, "apis.api_docs.show_api_doc(name='chess')") == "\n=> ApiError: there is no chess\n"
 
