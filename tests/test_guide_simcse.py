@@ -454,7 +454,9 @@ def test_bad_arguments_are_one_line(tmp_path, data, changes, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no gzip", gzip.compress(b'{"task": 1}\n'), gzip.compress(b"{")[:-4]], ids=repr
+    "content",
+    [b"", b"no gzip", gzip.compress(b'{"task": 1}\n'), gzip.compress(b"{")[:-4]],
+    ids=["empty", "no gzip", "no description", "cut off"],  # not by content: gzip writes the time into it
 )
 def test_broken_data_is_one_line(tmp_path, data, content, capsys):
     broken = tmp_path / "broken.jsonl.gz"
