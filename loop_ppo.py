@@ -24,7 +24,8 @@ Paper: Chen et al. 2025, arXiv:2502.01600
 Differs from the paper (docs/loop_ppo.md has the reasons at length):
   D1  A tiny Llama, trained here on flawed scripted solutions (--model), in the place of a 32B model that can code.
   D2  Its vocabulary has whole words, the same token wherever a word stands, so that copying one is one step.
-  D3  It first learns to copy, on random words that repeat (--drills 0): large models bring that along.
+  D3  It first learns to copy, on random words that repeat (--drills 0), and to read, on solutions in which words are
+      exchanged for others (--exchanged 0): large models bring that along.
   D4  It learns on all difficulties (--max-difficulty 2): of a small model what is not trained on decays.
   D5  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
 From the release: the lower bound 1/(1+eps) (--lower-bound over), gradients clipped to 0.1 (--max-grad-norm).
@@ -86,6 +87,7 @@ class Args:
 
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
     demonstrations: int = 16_000  # solutions of a scripted player for the warm start; 0 only with another --model
+    exchanged: float = 0.5  # share of these in which words are exchanged, if the model is tiny (D3)
     warm_start_epochs: int = 2  # passes over the demonstrations; 0 leaves the model as it is
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
     warm_start_batch: int = 16  # solutions in an update of the warm start
@@ -658,6 +660,23 @@ def drills(tokenizer, n: int, rng, length: int = 96) -> list[Trajectory]:
     return [Trajectory(-1, "", "", ids, [(at + 1, length)]) for ids, at in zip(repeated, periods, strict=True)]
 
 
+def exchange_words(demonstrations: list[Trajectory], tokenizer, share: float, rng) -> list[Trajectory]:
+    """D3: the demonstrations, in a share of which three in ten of the words that they copy are others, throughout.
+
+    What a call is named then says nothing of what it does, as with one that training does not have: it must be read.
+    """
+    words = [i for i in range(257, len(tokenizer)) if tokenizer.convert_ids_to_tokens(i)[0] == "\u2581"]
+
+    def exchange(t: Trajectory) -> Trajectory:
+        said = Counter(token for first, last in t.turns for token in t.ids[first:last])
+        copied = sorted((Counter(t.ids) - said).keys() & said.keys() & set(words))
+        old = [word for word in copied if rng.random() < 0.3]
+        new = dict(zip(old, rng.permutation(np.setdiff1d(words, t.ids)).tolist(), strict=False))
+        return replace(t, ids=[new.get(token, token) for token in t.ids])
+
+    return [exchange(t) if rng.random() < share else t for t in demonstrations]
+
+
 def warm_start(model, demonstrations: list[Trajectory], epochs: int, args: Args, rng, name="warm start") -> None:
     """Supervised learning of the demonstrations' turns, their ends included."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -797,7 +816,10 @@ def main(args: Args) -> dict[str, float]:
         model = make_model(args, [d["observations"][-1] for d in dialogues])
         if args.model == "tiny":
             warm_start(model, drills(model.tokenizer, args.drills, rng), 1, args, rng, "drill")  # D3
-        warm_start(model, [demonstrated(d, model.tokenizer) for d in dialogues], args.warm_start_epochs, args, rng)
+        shown = [demonstrated(d, model.tokenizer) for d in dialogues]
+        if args.model == "tiny":
+            shown = exchange_words(shown, model.tokenizer, args.exchanged, rng)  # D3
+        warm_start(model, shown, args.warm_start_epochs, args, rng)
 
     interrupted = []
 

@@ -51,6 +51,10 @@ from envs.sandbox import Finished, Refused
 
 DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in DATA["words"].items()}
+DEVICES = {
+    who: {part: DATA["device"][who][part].split() for part in ("kinds", "names")} for who in ("known", "challenge")
+}
+WORDS["words"] += [word for parts in DEVICES.values() for words in parts.values() for word in words]
 TYPES = {"int": int, "str": str, "any": object}
 MAX_TEXT = 300  # characters of a text that a call takes
 NUMBERS = range(10, 100)  # ids and most other numbers: few enough for a small model to know each of them
@@ -69,10 +73,10 @@ class Call(NamedTuple):
         """What its documentation says.
 
         >>> CALLS["phone.list"].doc
-        'apis.phone.list(page=0): lists contacts, four a page'
+        'lists contacts, four a page: apis.phone.list(page=0)'
         """
         given = [name if default is ... else f"{name}={default}" for name, (_, default) in self.parameters.items()]
-        return f"apis.{self.name}({', '.join(given)}): {self.about}"
+        return f"{self.about}: apis.{self.name}({', '.join(given)})"
 
 
 def make_call(name: str, parameters: str, about: str, sql: str | list[str]) -> Call:
@@ -102,16 +106,24 @@ def make_calls() -> dict[str, Call]:
 CALLS = make_calls()
 
 
-def device_calls(kind: str, words: dict[str, str], rng: random.Random) -> dict[str, Call]:
-    """The calls of a device in one task: `words` are the names from which its maker chooses."""
-    chosen = {name: rng.choice(choice.split()) for name, choice in words.items()}
+def draw_names(names: list[str], rng: random.Random) -> dict[str, str]:
+    """What the maker of a device calls its two calls and their parameters."""
+    return dict(zip(("find", "set", "where", "device", "level"), rng.sample(names, 5), strict=True))
+
+
+def device_calls(kind: str, names: dict[str, str]) -> dict[str, Call]:
+    """The calls of a device.
+
+    >>> names = {"find": "seek", "where": "place", "set": "turn", "device": "number", "level": "to"}
+    >>> [call.doc for call in device_calls("lamp", names).values()]
+    ['finds the lamp in a room: apis.lamp.seek(place)', 'sets the lamp: apis.lamp.turn(number, to)']
+    """
     calls = {}
-    for name in ("find", "set"):
-        parameters, about, sql = (text.format(kind=kind) for text in DATA["device"][name])
-        for old in re.findall(r"(\w+): ", parameters):
-            parameters = parameters.replace(f"{old}: ", f"{chosen[old]}: ")
-            sql = sql.replace(f":{old}", f":{chosen[old]}")
-        calls[f"{kind}.{chosen[name]}"] = make_call(f"{kind}.{chosen[name]}", parameters, about, sql)
+    for old in ("find", "set"):
+        parameters, about, sql = (text.format(kind=kind) for text in DATA["device"][old])
+        parameters = re.sub(r"\w+(?=: )", lambda match: names[match[0]], parameters)
+        sql = re.sub(r"(?<=:)\w+", lambda match: names[match[0]], sql)
+        calls[f"{kind}.{names[old]}"] = make_call(f"{kind}.{names[old]}", parameters, about, sql)
     return dict(sorted(calls.items()))
 
 
@@ -203,6 +215,7 @@ def difference(before: dict, after: dict) -> Counter:
 
 VARIANTS = 3  # tasks of a scenario
 SPLITS = {"train": 40, "dev": 1, "test-normal": 2, "test-challenge": 4}  # scenarios of each kind
+READING = 3  # times as many in training where the documentation must be read: that is harder to learn
 FRESH = {  # what a task may ask for that is not in the database
     "phone": lambda rng: rng.choice(NUMBERS),
     "amount": lambda rng: rng.randrange(1, 10),
@@ -236,7 +249,10 @@ class Task(NamedTuple):
 def tasks_of(split: str) -> list[tuple[Scenario, int, int]]:
     """All tasks of a split: kind of scenario, number of the scenario in its kind, variant."""
     kinds = [scenario for scenario in SCENARIOS if scenario.challenge == (split == "test-challenge")]
-    return [(kind, n, v) for kind in kinds for n in range(SPLITS[split]) for v in range(1, VARIANTS + 1)]
+    counts = [SPLITS[split] * (READING if kind.apps == "{kind}" and split == "train" else 1) for kind in kinds]
+    return [
+        (kind, n, v) for kind, N in zip(kinds, counts, strict=True) for n in range(N) for v in range(1, VARIANTS + 1)
+    ]
 
 
 @lru_cache(maxsize=2_000)
@@ -245,10 +261,10 @@ def make_task(split: str, index: int) -> Task:
     scenario, number, variant = tasks_of(split)[index]
     id = f"{scenario.name}.{split}{number}_{variant}"
     rng = random.Random(id)
-    makers = DATA["device"]["challenge" if scenario.challenge else "words"]
+    devices = DEVICES["challenge" if scenario.challenge else "known"]
     for _ in range(100):  # until there is something to do: nobody may have written two mails, or a note says it already
         db = open_database(empty_database())
-        populate(db, rng, makers["kind"].split())
+        populate(db, rng, devices["kinds"])
         people = {name for (name,) in db.execute("select name from contact")}
         values = {"me": rng.choice([name for name in WORDS["name"] if name not in people]), "today": FRESH["day"](rng)}
         for name, kind in scenario.fresh.items():
@@ -269,10 +285,10 @@ def make_task(split: str, index: int) -> Task:
 
     # Its apps, and one that it does not need.
     apps = scenario.apps.format(**values).split()
-    devices = device_calls(values["kind"], makers, rng) if scenario.apps == "{kind}" else {}
+    named = device_calls(values["kind"], draw_names(devices["names"], rng)) if scenario.apps == "{kind}" else {}
     apps.append(rng.choice([app for app in DATA["apps"] if app not in apps and app not in DATA["challenge"]]))
     offered = ["api_docs", "supervisor", *sorted(apps)]
-    calls = {name: call for name, call in (CALLS | devices).items() if name.split(".")[0] in offered}
+    calls = {name: call for name, call in (CALLS | named).items() if name.split(".")[0] in offered}
     names = {app: [name.split(".")[1] for name in calls if name.startswith(f"{app}.")] for app in offered}
     lines = "\n".join(f"{app}: {' '.join(of_app)}" for app, of_app in names.items())
     prompt = PROMPT.format(sentence=scenario.sentence.format(**values), index=lines, **values)
@@ -613,11 +629,11 @@ def assumption(code: str, observation: str, rng: random.Random) -> object:
         return Guess(rng.choice(NUMBERS))
     app = re.search(r"'(\w+)'", code)[1]
     names = re.search(rf"^{app}: (.*)$", observation, re.MULTILINE)[1].split()
-    words = {name: rng.choice(choice.split()) for name, choice in DATA["device"]["words"].items()}
+    words = draw_names(DEVICES["known"]["names"], rng)
     rng.shuffle(names)
     return [
-        f"apis.{app}.{names[0]}({words['where']}): finds",
-        f"apis.{app}.{names[-1]}({words['device']}, {words['level']}): sets",
+        f"finds: apis.{app}.{names[0]}({words['where']})",
+        f"sets: apis.{app}.{names[-1]}({words['device']}, {words['level']})",
     ]
 
 

@@ -544,8 +544,8 @@ def _(name):
 def read_docs(app: str) -> Generator:
     """The documentation of an app, read: {what a call does, in one word: (its name, its parameters)}."""
     docs = yield f"apis.api_docs.show_api_doc(name={app!r})"
-    found = [re.match(r"(\S+)\((.*)\): (\w+)", doc) for doc in docs]
-    return {match[3]: (match[1], match[2].split(", ")) for match in found if match}
+    found = [re.match(r"(\w+).*: (\S+)\((.*)\)", doc) for doc in docs]
+    return {match[1]: (match[2], match[3].split(", ")) for match in found if match}
 
 
 def device_level(kind, room):
