@@ -1,8 +1,10 @@
 """envs/apps.py: every task can be solved, its tests see what was done, and hostile calls change nothing."""
 
 import gc
+import keyword
 import random
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,7 +16,19 @@ import pytest
 
 import envs
 from envs import apps, sandbox
-from envs.apps import CALLS, DATA, SPLITS, Apps, difference, make_task, read_prompt, read_state, run_tests, tasks_of
+from envs.apps import (
+    CALLS,
+    DATA,
+    DEVICES,
+    SPLITS,
+    Apps,
+    difference,
+    make_task,
+    read_prompt,
+    read_state,
+    run_tests,
+    tasks_of,
+)
 from envs.apps_tasks import SCENARIOS
 from envs.datasets import dialogue
 
@@ -157,22 +171,36 @@ def test_the_challenge_is_new_in_its_calls_and_old_in_its_words(solved):
     common = {"supervisor.complete_task", "api_docs.show_api_doc", "phone.find", "phone.text"}
     assert used & seen == common and len(used) > 12
     assert not any(name.startswith("shop.") for name in seen)
-    assert words("test-challenge") - words("train") == set(), "a vocabulary made from training has no word for these"
+    contents = {word for words in apps.WORDS.values() for word in words}
+    assert words("test-challenge") - words("train") <= contents, "training writes of these nowhere"
+
+
+@pytest.mark.slow
+def test_the_default_demonstrations_have_all_words_of_the_challenge(solved):
+    """A vocabulary made from them has a token for each."""
+    seen = {word for d in Apps("train").demonstrations(16_000, 1) for word in re.findall(r"\w+", d["observations"][-1])}
+    new = {word for d in solved["test-challenge"] for word in re.findall(r"[^\W\d]+", d["observations"][-1])}
+    assert new - seen == set()
 
 
 def test_calls_of_devices_are_known_from_their_documentation_alone():
-    documented = defaultdict(set)
+    docs, used = defaultdict(set), defaultdict(set)
     for index, (scenario, number, _) in enumerate(tasks_of("train")):
-        if scenario.apps == "{kind}" and number < 9:
-            for name, call in make_task("train", index).calls.items():
-                if name not in CALLS:
-                    documented[name].add(call.doc)
-    assert len(documented) > 20
-    assert max(map(len, documented.values())) > 2, "the same call has other parameters in another task"
-    new, old = DATA["device"]["challenge"], DATA["device"]["words"]
-    assert not {w for words in new.values() for w in words.split()} & {
-        w for words in old.values() for w in words.split()
-    }
+        if scenario.apps == "{kind}" and number < 40:
+            made = {name: call for name, call in make_task("train", index).calls.items() if name not in CALLS}
+            find, set_ = sorted(made.values(), key=lambda call: call.about)
+            for call, n in (find, 1), (set_, 2):
+                kind, name = call.name.split(".")
+                assert len(call.parameters) == n, "a name for each"
+                docs[kind].add(call.doc)
+                used[name].add(call.about.split()[0])
+                for parameter in call.parameters:
+                    used[parameter].add("takes")
+    assert len(docs) > 50 and statistics.fmean(map(len, docs.values())) > 8, "others in another task"
+    assert statistics.fmean(len(uses) for uses in used.values()) > 2.5, "a name does not say what it is for"
+    new, old = ({w for words in DEVICES[who].values() for w in words} for who in ("challenge", "known"))
+    assert not new & old
+    assert all(word.isidentifier() and not keyword.iskeyword(word) for word in new | old)
 
 
 def test_documentation_names_what_a_call_takes():
@@ -183,8 +211,8 @@ def test_documentation_names_what_a_call_takes():
         world.turns = 0
     whole = output_of(world, "apis.api_docs.show_api_doc(name='supervisor')")
     assert whole == (
-        "\n=> ['apis.supervisor.complete_task(answer=None): ends the task', "
-        "'apis.supervisor.show_password(app): shows the password of an app']\n"
+        "\n=> ['ends the task: apis.supervisor.complete_task(answer=None)', "
+        "'shows the password of an app: apis.supervisor.show_password(app)']\n"
     )
     assert output_of(world, "apis.api_docs.show_api_doc(name='chess')") == "\n=> ApiError: there is no chess\n"
 

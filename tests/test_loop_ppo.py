@@ -138,6 +138,27 @@ def test_drills_repeat_and_are_scored_from_the_second_time_on(warm):
         assert min(t.ids) > 256, "words, neither bytes nor the end of text"
 
 
+def test_words_are_exchanged_throughout_a_demonstration(warm):  # D3
+    """What is said can still be read off what stands before it; all else, numbers of tokens included, is as it was."""
+    shown = [loop_ppo.demonstrated(d, warm.tokenizer) for d in Lookup().demonstrations(200, 1)]
+    rng, changed = np.random.default_rng(0), 0
+    for old, new in zip(shown, loop_ppo.exchange_words(shown, warm.tokenizer, 1.0, rng), strict=True):
+        pairs = {(a, b) for a, b in zip(old.ids, new.ids, strict=True) if a != b}
+        assert new.turns == old.turns and len(dict(pairs)) == len(pairs) == len({b for _, b in pairs})
+        said = {token for first, last in old.turns for token in old.ids[first:last]}
+        places = {i for first, last in old.turns for i in range(first, last)}
+        read = {token for i, token in enumerate(old.ids) if i not in places}
+        for a, b in pairs:
+            assert min(a, b) > 256 and a in said & read and b not in old.ids
+            assert all((x == a) == (y == b) for x, y in zip(old.ids, new.ids, strict=True)), "everywhere"
+        changed += bool(pairs)
+    assert changed > 20
+    same = loop_ppo.exchange_words(shown, warm.tokenizer, 0.0, rng)
+    assert [t.ids for t in same] == [t.ids for t in shown]
+    half = loop_ppo.exchange_words(shown, warm.tokenizer, 0.5, rng)
+    assert 0.2 * changed < sum(a.ids != b.ids for a, b in zip(shown, half, strict=True)) < 0.8 * changed
+
+
 @pytest.mark.slow
 def test_drills_teach_to_copy():  # D3
     """After the default drills a repeated word that was never trained on in this order is found again."""
