@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from tables import check, insert, interval, stop
+from tables import check, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
 ROWS = {
@@ -95,16 +95,9 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     return run
 
 
-def read(path: Path | None) -> list[dict]:
-    """The records of a file, a line each; none, if there is no file."""
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path and path.exists() else []
-    )
-
-
 def outcome(run: Path) -> dict:
     """What a run came to: its summary, and as curves (step, score) of all its evaluations and of training."""
-    rows, curves = read(run / "metrics.jsonl"), {}
+    rows, curves = read_lines(run / "metrics.jsonl"), {}
     for name, tag in {"dev": "eval/dev_score", "test": "eval/test_score", "training": "rollout/score"}.items():
         curves[name] = [(row["iteration"], round(row[tag], 2)) for row in rows if tag in row]
     return {"summary": json.loads((run / "summary.json").read_text(encoding="utf-8")), "curves": curves}
@@ -142,7 +135,7 @@ def main(args: Args) -> str:
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
     # --- the cells: those known, and those to run
-    known, group, lock = read(args.known), group_of(args), threading.Lock()
+    known, group, lock = read_lines(args.known), group_of(args), threading.Lock()
     outcomes = {(r["task"], r["method"], r["seed"]): r for r in known if r["group"] == group}
     cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
 
@@ -152,9 +145,7 @@ def main(args: Args) -> str:
             outcomes[cell] = {"group": group, "task": cell[0], "method": cell[1], "seed": cell[2]} | ended
             known.append(outcomes[cell])
             if args.known:
-                temporary = args.known.with_name(args.known.name + ".tmp")
-                temporary.write_text("".join(json.dumps(record) + "\n" for record in known), encoding="utf-8")
-                temporary.replace(args.known)
+                write_lines(args.known, known)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         try:

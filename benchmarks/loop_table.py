@@ -3,6 +3,7 @@
     python benchmarks/loop_table.py                            # hours; goes on where it was stopped
     python benchmarks/loop_table.py --quick                    # seconds, and its figures mean nothing
     python benchmarks/loop_table.py --out docs/loop_ppo.md     # puts the table between the file's two marks
+    python benchmarks/loop_table.py --known cells.jsonl        # what has been run elsewhere is not run again
 
 Every cell is one run of loop_ppo.py in a folder of its own below --runs. All rows of a seed go on from one warm start,
 which is the same to the bit as if each had made its own. A cell that has ended is not run again, one that was killed
@@ -16,12 +17,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from tables import check, insert, interval, stop
+from tables import check, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
@@ -48,6 +50,7 @@ class Args:
     iterations: int = 100  # of every run
     options: str = ""  # for every run, as one text: "--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
+    known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # two seeds of runs of one iteration, to see that all works
 
@@ -98,11 +101,24 @@ def main(args: Args) -> str:
     check(args.seeds, args.jobs, args.out, START, END)
     seeds = range(1, (2 if args.quick else args.seeds) + 1)
     cells = [(row, seed) for seed in seeds for row in ROWS]
+    about = {"group": group(args).name, "iterations": args.iterations}
+    known, lock = read_lines(args.known), threading.Lock()
+    summaries = {(r["method"], r["seed"]): r["summary"] for r in known if about.items() <= r.items()}
+    missing = [cell for cell in cells if cell not in summaries]
+
+    def run_and_keep(cell: tuple[str, int]) -> None:
+        summary = run_cell(args, *cell, starts[cell[1]])
+        with lock:
+            summaries[cell] = summary
+            known.append(about | {"method": cell[0], "seed": cell[1], "summary": summary})
+            if args.known:
+                write_lines(args.known, known)
+
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            starts = dict(zip(seeds, pool.map(lambda seed: warm_start(args, seed), seeds), strict=True))
-            played = pool.map(lambda cell: run_cell(args, *cell, starts[cell[1]]), cells)
-            summaries = dict(zip(cells, played, strict=True))
+            begun = sorted({seed for _, seed in missing})
+            starts = dict(zip(begun, pool.map(lambda seed: warm_start(args, seed), begun), strict=True))
+            list(pool.map(run_and_keep, missing))
         except RuntimeError as error:
             pool.shutdown(cancel_futures=True)
             stop(str(error))

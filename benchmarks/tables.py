@@ -1,5 +1,6 @@
-"""What the tables over several seeds share: their checks, an interval, and a place between two marks of a document."""
+"""What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks."""
 
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -34,6 +35,20 @@ def interval(values: list[float], digits: int = 1) -> str:
         return f"{values[0]:.{digits}f}"
     half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
+
+
+def read_lines(path: Path | None) -> list[dict]:
+    """The records of a file, a line each; none, if there is no file."""
+    if not path or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    """The file is there in whole, old or new, at every moment."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    temporary.replace(path)
 
 
 def insert(table: str, out: Path, start: str, end: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,14 @@ def test_the_quick_table(tmp_path):
     assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*/*")) == sorted(
         path for run in runs for path in run.iterdir()
     )
+    # What is known is not run.
+    cells = tmp_path / "cells.jsonl"
+    subprocess.run([*command, "--known", cells], capture_output=True, check=True, timeout=60)
+    shutil.rmtree(tmp_path / "runs")
+    third = subprocess.run([*command, "--known", cells], capture_output=True, text=True, check=False, timeout=60)
+    assert third.stdout == first.stdout and not (tmp_path / "runs").exists()
+    assert len(cells.read_text().splitlines()) == 2 * len(loop_table.ROWS)
+
     text = page.read_text()
     assert text.startswith(f"before\n{loop_table.START}\n| method") and text.endswith(f"{loop_table.END}\nafter\n")
     for row in loop_table.ROWS:
