@@ -814,11 +814,10 @@ def main(args: Args) -> dict[str, float]:
         if not dialogues and args.model == "tiny":
             stop("--demonstrations 0: the tiny model's vocabulary is trained on them; give at least one")
         model = make_model(args, [d["observations"][-1] for d in dialogues])
-        if args.model == "tiny":
-            warm_start(model, drills(model.tokenizer, args.drills, rng), 1, args, rng, "drill")  # D3
         shown = [demonstrated(d, model.tokenizer) for d in dialogues]
-        if args.model == "tiny":
-            shown = exchange_words(shown, model.tokenizer, args.exchanged, rng)  # D3
+        if args.model == "tiny":  # D3
+            warm_start(model, drills(model.tokenizer, args.drills, rng), 1, args, rng, "drill")
+            shown = exchange_words(shown, model.tokenizer, args.exchanged, rng)
         warm_start(model, shown, args.warm_start_epochs, args, rng)
 
     interrupted = []
