@@ -95,7 +95,7 @@ class Args:
     tasks: int = 16  # tasks in an iteration (paper: 40)
     rollouts: int = 6  # K, rollouts of each task (paper: 6)
     temperature: float = 1.0  # of sampling, and so of scoring (paper: 1, no top-p, no top-k)
-    max_action_tokens: int = 64  # tokens after which a turn is cut (paper: 1,500)
+    max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
     context: int = 2048  # tokens after which a rollout is cut (paper: 32,000)
     finish_all: float = 0.9  # rollouts stop when this share of all has ended ... (paper: 0.9)
     finish_each: int = 4  # ... and so many of each task; those cut off leave their group (paper: 4)
@@ -118,6 +118,7 @@ class Args:
 
     eval_every: int = 20  # iterations between evaluations
     eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
+    eval_batch: int = 150  # of these so many are played at a time, each in a world of its own
     save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
 
 
@@ -702,7 +703,7 @@ def evaluate(model, args: Args, split: str) -> dict[str, float]:
     """Every task of a split, sampled and greedy, always from the same seed: evaluations compare."""
     worlds = make_worlds(args, 1, split)
     N = min(worlds[0].num_tasks, args.eval_episodes or sys.maxsize)
-    worlds += make_worlds(args, min(N, args.tasks * args.rollouts) - 1, split)
+    worlds += make_worlds(args, min(N, args.eval_batch) - 1, split)
     scenarios = getattr(worlds[0], "scenarios", range(N))
     is_question, metrics = getattr(worlds[0], "is_question", [False] * N), {}
     for suffix in ("", "_greedy"):
