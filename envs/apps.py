@@ -119,11 +119,11 @@ def device_calls(kind: str, names: dict[str, str]) -> dict[str, Call]:
     ['finds the lamp in a room: apis.lamp.seek(place)', 'sets the lamp: apis.lamp.turn(number, to)']
     """
     calls = {}
-    for old in ("find", "set"):
-        parameters, about, sql = (text.format(kind=kind) for text in DATA["device"][old])
+    for role in ("find", "set"):
+        parameters, about, sql = (text.format(kind=kind) for text in DATA["device"][role])
         parameters = re.sub(r"\w+(?=: )", lambda match: names[match[0]], parameters)
         sql = re.sub(r"(?<=:)\w+", lambda match: names[match[0]], sql)
-        calls[f"{kind}.{names[old]}"] = make_call(f"{kind}.{names[old]}", parameters, about, sql)
+        calls[f"{kind}.{names[role]}"] = make_call(f"{kind}.{names[role]}", parameters, about, sql)
     return dict(sorted(calls.items()))
 
 

@@ -31,9 +31,10 @@ NAMES = ["ann", "bob", "cid", "dot", "eve", "fay"]
 
 
 class Lookup(gymnasium.Env):
-    """A name is asked for; `list` shows the table, `answer 17` ends the episode. A guess earns nothing.
+    """A name is asked for; `list` shows the table, `answer ann 17` ends the episode. A guess earns nothing.
 
-    What is right can be known, so the best return is 1; who answers without looking is right once in 40 tries.
+    What is right can be known, so the best return is 1; who answers without looking is right once in 40 tries. The
+    answer repeats the name, as then the value is what followed it before: two layers learn no more from so few tables.
     """
 
     id = "lookup"
@@ -70,7 +71,7 @@ class Lookup(gymnasium.Env):
         if action == "list":
             reply = "\n" + "\n".join(f"{name} {value}" for name, value in self.table.items()) + "\n> "
         elif action.startswith("answer"):
-            terminated, reward, reply = True, float(action == f"answer {self.table[self.name]}"), "\ndone\n> "
+            terminated, reward, reply = True, float(action == f"answer {self.name} {self.table[self.name]}"), "\ndone\n> "
         self.observation += action + reply
         truncated = not terminated and self.turn == self.max_turns
         info = {"action": action}
@@ -85,7 +86,7 @@ class Lookup(gymnasium.Env):
             observation, info = self.reset(options={"index": rng.randrange(self.num_tasks)})
             d = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
             value = self.table[self.name] if rng.random() < skill else rng.choice(list(self.table.values()))
-            for action in ["list"] * (rng.random() < 0.7) + [f"answer {value}"]:
+            for action in ["list"] * (rng.random() < 0.7) + [f"answer {self.name} {value}"]:
                 observation, reward, terminated, _, _ = self.step(action)
                 d["observations"].append(observation)
                 d["actions"].append(action)
