@@ -74,7 +74,7 @@ class Args:
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the model; losses stay float32
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit, and tiny models are no faster with two
+    threads: int = 2  # on the CPU; take one beside other work, or two wait for each other, and to resume to the bit
     world_threads: int = 2  # worlds that step at a time, while the model writes for the others
 
     model: str = "tiny"  # tiny (a small Llama from scratch) or a causal LM: Hugging Face name or local folder

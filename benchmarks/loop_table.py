@@ -57,7 +57,7 @@ class Args:
 
 def run(what: str, *options) -> None:
     """Runs loop_ppo.py to its end."""
-    command = [sys.executable, str(SCRIPT), *map(str, options)]
+    command = [sys.executable, str(SCRIPT), "--threads", "1", *map(str, options)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{what}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")

@@ -6,7 +6,7 @@
 
     Supervisor: Nadia. Today is day 13.
     Task: Star the newest mail from Rosa.
-    Write Python, some lines a turn. apis.app.call(parameter=value) calls an app, ...
+    Write Python: apis.api_docs.show_api_doc(name='app') explains an app, ...
 
     apis.mail.find(sender='Rosa')
     => [{'subject': 'dentist', 'day': 70, 'id': 305}, {'subject': 'budget', 'day': 31, 'id': 944}]
@@ -226,8 +226,7 @@ FRESH = {  # what a task may ask for that is not in the database
 PROMPT = """\
 Supervisor: {me}. Today is day {today}.
 Task: {sentence}
-Write Python, some lines a turn. apis.app.call(parameter=value) calls an app, apis.api_docs.show_api_doc(name='app') \
-explains it, and apis.supervisor.complete_task(answer=None) ends the task.
+Write Python: apis.api_docs.show_api_doc(name='app') explains an app, apis.supervisor.complete_task(answer=None) ends.
 {index}
 
 """
@@ -502,8 +501,9 @@ class Apps(gymnasium.Env):
         """`n` dialogues about tasks of the split train: the share `careful` the expert's, the others of the player
         `scripted`, whose knobs the rest are."""
         world, player, rng = Apps(reward=self.reward), partial(scripted, **knobs), random.Random(seed)
-        players = (expert if rng.random() < careful else player for _ in range(n))
-        made = [dialogue(world, one, rng, rng.randrange(world.num_tasks)) for one in players]
+        indices = sorted(rng.randrange(world.num_tasks) for _ in range(n))  # so that a task is made but once
+        made = [dialogue(world, expert if rng.random() < careful else player, rng, index) for index in indices]
+        rng.shuffle(made)
         world.close()
         return made
 

@@ -138,7 +138,7 @@ def test_the_players_understand_every_prompt():
 def test_prompts_and_solutions_are_short(solved):
     for split in SPLITS:
         for d in solved[split]:
-            assert 45 <= len(re.findall(r"\w+", d["observations"][0])) <= 80
+            assert 40 <= len(re.findall(r"\w+", d["observations"][0])) <= 70
             assert 2 <= len(d["actions"]) <= 6
             assert all(len(action) < 120 for action in d["actions"])
             assert len(d["observations"][-1]) < 1500

@@ -116,7 +116,7 @@ def small(**changes) -> loop_ppo.Args:
     usual = {"env": "lookup", "max_difficulty": 3, "width": 32, "layers": 2, "drills": 32, "demonstrations": 60}
     usual |= {"tasks": 3}
     usual |= {"warm_start_epochs": 2, "rollouts": 4, "iterations": 2, "max_action_tokens": 6, "eval_episodes": 6}
-    return loop_ppo.Args(**usual | {"world_threads": 2} | changes)
+    return loop_ppo.Args(**usual | {"threads": 1, "world_threads": 2} | changes)
 
 
 @pytest.fixture(scope="module")
