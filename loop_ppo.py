@@ -186,9 +186,7 @@ class Trajectory:
     answer: str  # the world's name for it
     start: str  # the prompt
     ids: list[int]  # prompt, turn, reply, turn, reply ...; it only grows and is never tokenised again
-    turns: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # [first, last) of the sampled tokens of each turn in ids
+    turns: list[tuple[int, int]] = field(default_factory=list)  # [first, last) in ids of a turn's sampled tokens
     logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
     actions: list[str] = field(default_factory=list)  # as the world took them
     replies: list[str] = field(default_factory=list)
@@ -367,20 +365,15 @@ def make_vocabulary(texts: list[str], size: int):
     """
     # D2: a blank between two words becomes the second one's mark, and any other word gets one
     tokenizer, special, mark = Tokenizer(models.BPE(byte_fallback=True)), "<|endoftext|>", "\u2581"
-    drop, put = (
-        normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark),
-        normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark),
-    )
+    drop = normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark)
+    put = normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark)
     tokenizer.normalizer = normalizers.Sequence([drop, put])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\u2581\w+|[^\w\u2581\n]+|\n"), "isolated")
     back = decoders.Replace(Regex(rf"(?<=\w){mark}"), " "), decoders.Replace(mark, "")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), *back])
-    every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
-    alphabet = [chr(code) for code in range(32, 127)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, show_progress=False, special_tokens=[special, *every_byte], initial_alphabet=alphabet
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    options = {"special_tokens": [special, *(f"<0x{byte:02X}>" for byte in range(256))]}
+    options |= {"initial_alphabet": [chr(code) for code in range(32, 127)], "vocab_size": size}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, **options))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special, pad_token=special)
 
 
@@ -620,10 +613,8 @@ def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, 
                 row["update/clipped"] = (gain_M < w_M * advantage_M).float().mean().item()
                 if start:
                     penalty_M = kl_penalty(logp_M, torch.cat([start[i] for i in part]))
-                    loss, row["update/kl"] = (
-                        loss + args.kl * mean_of_rollouts(penalty_M, rollout_M, size),
-                        penalty_M.mean().item(),
-                    )
+                    loss = loss + args.kl * mean_of_rollouts(penalty_M, rollout_M, size)
+                    row["update/kl"] = penalty_M.mean().item()
                 loss.backward()
                 difference_M = (logp_M - old_M).detach()
                 if not steps and difference_M.abs().max() > tolerance:
@@ -899,10 +890,9 @@ def main(args: Args) -> dict[str, float]:
     summary = {f"eval_{key}": state["evaluation"][key] for key in ("return", "return_greedy", "success")}
     summary |= {"warm_start_return": state["warm_start"]["dev"]["return"]}
     for split in splits[1:]:
-        tests = {"warm_start_": state["warm_start"][split], "": evaluate(model, args, split)}
-        summary |= {
-            f"{split.replace('-', '_')}_{start}{key}": value for start, e in tests.items() for key, value in e.items()
-        }
+        name = split.replace("-", "_")
+        summary |= {f"{name}_warm_start_{key}": value for key, value in state["warm_start"][split].items()}
+        summary |= {f"{name}_{key}": value for key, value in evaluate(model, args, split).items()}
     state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
     summary |= {key: state[key] for key in ("episodes", "seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

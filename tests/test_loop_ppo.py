@@ -71,7 +71,8 @@ class Lookup(gymnasium.Env):
         if action == "list":
             reply = "\n" + "\n".join(f"{name} {value}" for name, value in self.table.items()) + "\n> "
         elif action.startswith("answer"):
-            terminated, reward, reply = True, float(action == f"answer {self.name} {self.table[self.name]}"), "\ndone\n> "
+            is_right = action == f"answer {self.name} {self.table[self.name]}"
+            terminated, reward, reply = True, float(is_right), "\ndone\n> "
         self.observation += action + reply
         truncated = not terminated and self.turn == self.max_turns
         info = {"action": action}
