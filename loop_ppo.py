@@ -69,7 +69,7 @@ class Args:
     reward: Literal["fraction", "success"] = "fraction"  # share of a task's tests passed, or 1 if all (apps, appworld)
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D4)
     seed: int = 1  # of everything random in the run
-    iterations: int = 130  # rounds of rollouts and updates
+    iterations: int = 80  # rounds of rollouts and updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
@@ -88,7 +88,7 @@ class Args:
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
     demonstrations: int = 16_000  # solutions of a scripted player for the warm start; 0 only with another --model
     exchanged: float = 0.25  # share of these in which words are exchanged, if the model is tiny (D3)
-    warm_start_epochs: int = 2  # passes over the demonstrations; 0 leaves the model as it is
+    warm_start_epochs: int = 3  # passes over the demonstrations; 0 leaves the model as it is
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
     warm_start_batch: int = 16  # solutions in an update of the warm start
 

@@ -47,7 +47,7 @@ class Args:
     env: str = "apps"  # the world, one with splits
     seeds: int = 5  # 1 to this
     jobs: int = 2  # runs at a time, one thread each
-    iterations: int = 130  # of every run
+    iterations: int = 80  # of every run
     options: str = ""  # for every run, as one text: "--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
     known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
