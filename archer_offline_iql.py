@@ -805,7 +805,7 @@ def main(args: Args) -> dict[str, float]:
 def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
     may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
-    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates")
+    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
     for name, value in vars(args).items():
         least = 0 if name in may_be_0 else 1
         if type(value) is int and value < least:

@@ -782,12 +782,11 @@ def main(args: Args) -> dict[str, float]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
+    check(args)
+    if args.rollouts < 2:
+        stop("--rollouts 1: a rollout is judged by the others of its task; give at least 2")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    try:
-        torch.zeros(1, device=args.device)
-    except (AssertionError, RuntimeError) as error:
-        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     worlds = make_worlds(args, args.tasks * args.rollouts, "train")
     difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
@@ -904,6 +903,24 @@ def main(args: Args) -> dict[str, float]:
     for world in worlds:
         world.close()
     return summary
+
+
+def check(args: Args) -> None:
+    """Stops for values that no run can be made with."""
+    may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
+    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
+    for name, value in vars(args).items():
+        least = 0 if name in may_be_0 else 1
+        if type(value) is int and value < least:
+            stop(f"--{name.replace('_', '-')} {value}: give at least {least}")
+        if name in ("temperature", "keep") and value <= 0:
+            stop(f"--{name} {value}: give more than 0")
+    if args.width > 32 and args.width % (args.width // 32):
+        stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
+    try:
+        torch.zeros(1, device=args.device)
+    except (AssertionError, RuntimeError) as error:
+        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
 
 
 def options_of(world) -> list[str]:

@@ -1,6 +1,6 @@
 """What loop_ppo.py promises: its equations, that a batch is no more than its parts, and that a run can be resumed.
 
-The world is a toy defined here: list a table, then copy the value that belongs to a name. The models have one or two
+The world is a toy defined here: look a number up, then copy it. The models have one or two
 layers. What they should compute is computed a second time, one rollout at a time, by a plain forward pass.
 """
 
@@ -31,10 +31,9 @@ NAMES = ["ann", "bob", "cid", "dot", "eve", "fay"]
 
 
 class Lookup(gymnasium.Env):
-    """A name is asked for; `list` shows the table, `answer ann 17` ends the episode. A guess earns nothing.
+    """A number is asked for; `look` shows it, `answer 17` ends the episode. A guess earns nothing.
 
-    What is right can be known, so the best return is 1; who answers without looking is right once in 40 tries. The
-    answer repeats the name, as then the value is what followed it before: two layers learn no more from so few tables.
+    What is right can be known, so the best return is 1; who answers without looking is right once in 40 tries.
     """
 
     id = "lookup"
@@ -48,10 +47,9 @@ class Lookup(gymnasium.Env):
     def __init__(self, split: str = "train", reward: str = "fraction"):
         offset = {"train": 0, "dev": 1000, "test-normal": 2000, "test-challenge": 3000}[split]
         self.num_tasks = 600 if split == "train" else 48
-        self.tables = []
-        for i in range(self.num_tasks):
-            rng = random.Random(offset + i)
-            self.tables.append(dict(zip(rng.sample(NAMES, 4), rng.sample(range(10, 50), 4), strict=True)))
+        self.asked = [
+            (rng.choice(NAMES), rng.randrange(10, 50)) for rng in map(random.Random, range(offset, offset + 600))
+        ]
         self.scenarios = tuple(i // 3 for i in range(self.num_tasks))
         self.difficulties = tuple(1 + i % 3 for i in range(self.num_tasks))
         self.is_question = tuple(i % 2 == 0 for i in range(self.num_tasks))
@@ -59,8 +57,7 @@ class Lookup(gymnasium.Env):
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
         self.index = (options or {}).get("index", 0)
-        self.table, self.turn = self.tables[self.index], 0
-        self.name = list(self.table)[self.index % 4]
+        (self.name, self.value), self.turn = self.asked[self.index], 0
         self.observation = f"value of {self.name}?\n> "
         return self.observation, {"answer": f"lookup_{self.index}"}
 
@@ -68,11 +65,10 @@ class Lookup(gymnasium.Env):
         action = action.strip()[: self.max_action_chars]
         self.turn += 1
         terminated, reward, reply = False, 0.0, "\nerror\n> "
-        if action == "list":
-            reply = "\n" + "\n".join(f"{name} {value}" for name, value in self.table.items()) + "\n> "
+        if action == "look":
+            reply = f"\n{self.name} {self.value}\n> "
         elif action.startswith("answer"):
-            is_right = action == f"answer {self.name} {self.table[self.name]}"
-            terminated, reward, reply = True, float(is_right), "\ndone\n> "
+            terminated, reward, reply = True, float(action == f"answer {self.value}"), "\ndone\n> "
         self.observation += action + reply
         truncated = not terminated and self.turn == self.max_turns
         info = {"action": action}
@@ -81,13 +77,13 @@ class Lookup(gymnasium.Env):
         return self.observation, reward, terminated, truncated, info
 
     def demonstrations(self, n, seed, skill=0.5):
-        """Half of them answer without looking, or with the value of another name."""
+        """Three in ten answer without looking, and half of all with any number."""
         rng, made = random.Random(seed), []
         for _ in range(n):
             observation, info = self.reset(options={"index": rng.randrange(self.num_tasks)})
             d = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
-            value = self.table[self.name] if rng.random() < skill else rng.choice(list(self.table.values()))
-            for action in ["list"] * (rng.random() < 0.7) + [f"answer {self.name} {value}"]:
+            value = self.value if rng.random() < skill else rng.randrange(10, 50)
+            for action in ["look"] * (rng.random() < 0.7) + [f"answer {value}"]:
                 observation, reward, terminated, _, _ = self.step(action)
                 d["observations"].append(observation)
                 d["actions"].append(action)
@@ -581,6 +577,23 @@ def test_a_world_that_rewrites_its_text_is_one_line(capfd):
     assert "forgetful" in line and "must only grow" in line
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("tasks", 0, "--tasks 0: give at least 1"),
+        ("rollouts", 1, "--rollouts 1: a rollout is judged by the others of its task; give at least 2"),
+        ("temperature", 0.0, "--temperature 0.0: give more than 0"),
+        ("width", 65, "--width 65: give a multiple of 32, the width of an attention head"),
+        ("device", "nothing", "--device nothing: "),
+    ],
+)
+def test_a_value_that_no_run_can_be_made_with_is_one_line(capfd, option, value, said):
+    with pytest.raises(SystemExit) as stopped:
+        loop_ppo.main(small(**{option: value}))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and said in line
+
+
 def test_lora_without_its_package_is_one_line(capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SystemExit):
@@ -624,7 +637,7 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, warm):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_toy_world_is_solved(tmp_path, seed):
-    """LOOP raises the share of new tables that it reads right; the warm start answers at random half of the time."""
+    """LOOP learns always to look and to say what it saw; the warm start does so four times in ten."""
     options = {
         "width": 64,
         "drills": 9600,
@@ -634,4 +647,5 @@ def test_the_toy_world_is_solved(tmp_path, seed):
         "minibatch": 32,
     }
     _, summary = run_of(tmp_path, seed=seed, iterations=40, tasks=16, rollouts=6, eval_every=40, **options)
-    assert summary["eval_success"] > summary["warm_start_return"] + 0.3
+    assert summary["eval_success"] > summary["warm_start_return"] + 0.25
+    assert summary["eval_return_greedy"] > 0.95
