@@ -5,7 +5,7 @@
 # ///
 """LOOP: PPO with a leave-one-out baseline for agents that act over many turns, in one file.
 
-    python loop_ppo.py --env apps                   # 10 to 13 minutes on a CPU core: solves 0.21 -> 0.72 of new tasks
+    python loop_ppo.py --env apps                   # 7 minutes on 2 CPU cores: solves 0.29 -> 0.81 of new tasks
     python loop_ppo.py --level trajectory        python loop_ppo.py --variant grpo
     python loop_ppo.py --model Qwen/Qwen2.5-32B-Instruct --lora --dtype bfloat16 --gradient-checkpointing --device cuda
     python loop_ppo.py --resume runs/...
