@@ -119,7 +119,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
     eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, rounded to whole passes over the world's tasks
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over tasks, at most so many of these
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
 
@@ -652,8 +652,8 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, trajectories, 
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, args: Args) -> dict[str, float]:
-    """Every task of the world, sampled and greedy, always from the same seed: evaluations compare."""
-    tasks, metrics = list(range(make_worlds(args, 1).envs[0].num_tasks)), {}
+    """The tasks of the world, or the first ones, sampled and greedy, from the same seed: evaluations compare."""
+    tasks, metrics = list(range(make_worlds(args, 1).envs[0].num_tasks))[: args.eval_episodes or None], {}
     for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
         indices, generator = tasks * passes, torch.Generator(args.device).manual_seed(0)
         worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))

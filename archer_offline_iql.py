@@ -110,7 +110,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
     eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, rounded to whole passes over the world's tasks
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over tasks, at most so many of these
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
 
@@ -619,11 +619,11 @@ def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
 def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, float], list[Trajectory]]:
-    """Every task of the world, sampled and greedy, always from the same seed; and how the critic judges the sampled.
+    """The world's tasks, or the first ones, sampled and greedy, from the same seed; how the critic judges the sampled.
 
     `known` are all utterances of the data. Returns the sampled dialogues, too. Imitation has no critic to be judged.
     """
-    tasks = list(range(make_worlds(args, 1).envs[0].num_tasks))
+    tasks = list(range(make_worlds(args, 1).envs[0].num_tasks))[: args.eval_episodes or None]
     indices, generator = tasks * max(1, round(args.eval_episodes / len(tasks))), torch.Generator(args.device)
     worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))
     played, _ = rollout(actor, worlds, args, generator.manual_seed(0), seeds, indices)
@@ -746,7 +746,8 @@ def main(args: Args) -> dict[str, float]:
 
     signal.signal(signal.SIGINT, interrupt)
     if not args.resume:
-        state["evaluation"], _ = evaluate(actor, critic, known, replace(args, eval_episodes=1))  # a pass over the tasks
+        few = replace(args, eval_episodes=min(args.eval_episodes, 100))  # it has learned nothing yet
+        state["evaluation"], _ = evaluate(actor, critic, known, few)
         state["warm_start_return"] = state["evaluation"]["eval/return"]  # there is none: the actor as it was given
         run.mkdir(parents=True)
         write(run / "dataset.jsonl", [vars(t) for t in data])

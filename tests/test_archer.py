@@ -1307,6 +1307,15 @@ def test_resumed_with_another_learning_rate(tmp_path):
         assert (old - new).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize(("episodes", "played"), [(3, [3, 3]), (20, [20, 10]), (0, [10, 10])])
+def test_an_evaluation_is_no_larger_than_asked_for(actor, monkeypatch, episodes, played):
+    """Whole passes over the tasks, sampled and greedy; of a world with more tasks the first ones."""
+    sizes, rollout = [], archer.rollout
+    monkeypatch.setattr(archer, "rollout", lambda *options: sizes.append(len(options[5])) or rollout(*options))
+    archer.evaluate(actor, small(env="twenty-questions-subset", eval_episodes=episodes))
+    assert sizes == played
+
+
 @pytest.mark.parametrize(("anneal_lr", "share"), [(True, 0.25), (False, 1.0)])
 def test_the_actors_learning_rate_falls_to_zero(tmp_path, anneal_lr, share):
     """D9: in the last of four iterations a quarter is left; the critic's does not fall."""
