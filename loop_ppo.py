@@ -7,8 +7,7 @@
 
     python loop_ppo.py --env apps                   # 7 minutes on 2 CPU cores: solves 0.29 -> 0.81 of new tasks
     python loop_ppo.py --level trajectory        python loop_ppo.py --variant grpo
-    python loop_ppo.py --model Qwen/Qwen2.5-32B-Instruct --lora --dtype bfloat16 --gradient-checkpointing --device cuda
-    python loop_ppo.py --resume runs/...
+    python loop_ppo.py --resume runs/...            # a 32B model in AppWorld, the paper's setting: docs/loop_ppo.md
 
 K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the advantage
 of all its tokens. There is no value network and no reference model: one copy of the weights is all.
@@ -21,7 +20,7 @@ Paper: Chen et al. 2025, arXiv:2502.01600
   E5  w = product of E3 over a rollout ("bandit")                   Eq. 9, 10  ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --variant grpo, loop-rwnorm
   E7  KL(pi || pi_start) ~ exp(d) - d - 1,  d = log pi_start/pi     GRPO       kl_penalty, --variant grpo
-Differs from the paper (docs/loop_ppo.md has the reasons at length):
+Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama, trained here on flawed scripted solutions (--model), in the place of a 32B model that can code.
   D2  Its vocabulary has whole words, the same token wherever a word stands, so that copying one is one step.
   D3  It first learns to copy, on random words that repeat (--drills 0), and to read, on solutions in which words are
@@ -114,7 +113,7 @@ class Args:
     anneal_lr: bool = True  # it falls to zero over the iterations (D5)
     weight_decay: float = 0.01  # paper: 0.01
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
-    max_log_ratio: float = 20.0  # an iteration ends early when the rollouts' mean log-ratio leaves +-this
+    max_log_ratio: float = 20.0  # an iteration ends early when a minibatch's mean log-ratio leaves +-this
 
     eval_every: int = 20  # iterations between evaluations
     eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
@@ -152,7 +151,7 @@ METRICS = {
     "update/loss": "E2, negative; its size means little",
     "update/ratio": "largest ratio w of the iteration",
     "update/clipped": "share of tokens that E2 gives no gradient; near 0 the clip does nothing",
-    "update/log_ratio": "mean over rollouts of log pi/pi_old in the last epoch, nats; stops the iteration beyond 20",
+    "update/log_ratio": "log pi/pi_old, mean over a minibatch's rollouts, nats; beyond --max-log-ratio it stops",
     "update/stopped": "1 if the log-ratio ended the iteration early",
     "update/grad_norm": "before clipping",
     "update/kl": "E7 in nats a token; with --variant grpo only",
@@ -404,7 +403,6 @@ def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
         add_adapters(model, args, checkpoint)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
     return model
 
 
@@ -420,6 +418,9 @@ def add_adapters(model, args: Args, checkpoint: Path | None) -> None:
         model.add_adapter(config)
     else:
         model.load_adapter(str(checkpoint / "actor"), is_trainable=True)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
 
 
 # ---------------------------------------------------------- 5. rollouts
@@ -442,6 +443,8 @@ def start_world(world, task: int, seed: int) -> tuple[str, str, str]:
         return observation, info["answer"], "ended"
     except envs.WorldBroken as error:
         return "", str(error), "broken"
+    except envs.Unavailable as error:
+        stop(str(error))
 
 
 def step_world(world, observation: str, action: str) -> tuple[str, dict]:
@@ -541,24 +544,26 @@ def score(model, trajectories: list[Trajectory], args: Args):
     Rows are padded behind their end, which no causal model can see. Logits are made at sampled tokens only, a chunk
     at a time, and with --gradient-checkpointing made again in the backward pass: [B, T, V] never exists.
     """
-    T = max(len(t.ids) for t in trajectories)
-    ids_BT = torch.tensor([t.ids + [0] * (T - len(t.ids)) for t in trajectories], device=model.device)
+    rows = [t.ids[: t.turns[-1][1]] for t in trajectories]  # what the world said last is answered by nobody
+    T = max(map(len, rows))
+    ids_BT = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=model.device)
+    remake = args.gradient_checkpointing and torch.is_grad_enabled()
+    for module in model.modules():  # layers look at it; what is inside them stays without dropout
+        module.training = remake and getattr(module, "gradient_checkpointing", False)
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    model.eval()  # else rollouts would have no cache
     spans = [(b, *span) for b, t in enumerate(trajectories) for span in t.turns]
     where = [(b, u, column) for u, (b, first, last) in enumerate(spans) for column in range(first, last)]
     rollout_M, turn_M, column_M = torch.tensor(where, device=model.device).T
     hidden_MH, token_M = hidden_BTH[rollout_M, column_M - 1], ids_BT[rollout_M, column_M]
-    head, parts = model.get_output_embeddings(), []
+    head = model.get_output_embeddings()
 
     def chunk_logps(hidden_CH, token_C):
         return -nn.functional.cross_entropy(head(hidden_CH).float() / args.temperature, token_C, reduction="none")
 
-    for hidden_CH, token_C in zip(hidden_MH.split(args.logit_chunk), token_M.split(args.logit_chunk), strict=True):
-        if args.gradient_checkpointing and torch.is_grad_enabled():
-            parts.append(checkpoint(chunk_logps, hidden_CH, token_C, use_reentrant=False))
-        else:
-            parts.append(chunk_logps(hidden_CH, token_C))
-    return torch.cat(parts), turn_M, rollout_M
+    part_logps = partial(checkpoint, chunk_logps, use_reentrant=False) if remake else chunk_logps
+    parts = zip(hidden_MH.split(args.logit_chunk), token_M.split(args.logit_chunk), strict=True)
+    return torch.cat([part_logps(*part) for part in parts]), turn_M, rollout_M
 
 
 def buckets(trajectories: list[Trajectory], order, size: int) -> list[list[int]]:
@@ -574,16 +579,16 @@ def advantages_of_groups(played: list[Trajectory], normalise: bool) -> tuple[lis
         if t.fate == "ended" and t.turns:
             groups.setdefault(t.task, []).append(t)
     kept = [group for group in groups.values() if len(group) >= 2]
-    returns = [torch.tensor([sum(t.rewards) for t in group]) for group in kept]
+    returns = [torch.tensor([sum(t.rewards) for t in g], dtype=torch.float64) for g in kept]  # or equal ones differ
     advantage_N = torch.cat([(normalised if normalise else leave_one_out)(r) for r in returns] or [torch.zeros(0)])
     equal = [float(r.max() - r.min() < 1e-6) for r in returns]
-    return [t for group in kept for t in group], advantage_N, float(np.mean(equal or [1.0]))
+    return [t for group in kept for t in group], advantage_N.float(), float(np.mean(equal or [1.0]))
 
 
 def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, rng, start_model=None):
     """Some epochs of steps on E2 (and E7, given a start model) with the rollouts of an iteration."""
     variant, tolerance = VARIANTS[args.variant], {"float32": 1e-3, "bfloat16": 0.5}[args.dtype]
-    size = len(played) if variant["on_policy"] else args.minibatch or len(played)
+    size = (0 if variant["on_policy"] else args.minibatch) or len(played) or 1
     useful = [i for i, a in enumerate(advantage_N.tolist()) if abs(a) >= args.min_advantage]
     old, start, gap = {}, {}, 0.0
     with torch.no_grad():
@@ -595,45 +600,45 @@ def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, 
                 start |= zip(part, score(start_model, batch, args)[0].split(lengths), strict=True)
             gap = max([gap, *((old[i].cpu() - torch.tensor(played[i].logps)).abs().max().item() for i in part)])
 
-    rows, steps, diverged = [], 0, False
+    minibatches = []  # of all epochs, without regard to tasks
     for _ in range(args.epochs or variant["epochs"]):
-        order = rng.permutation(len(played)).tolist()  # without regard to tasks
-        for first in range(0, len(order), size):
-            chosen = sorted(set(order[first : first + size]) & set(useful))
-            optimizer.zero_grad()
-            log_ratios, parts = [], buckets(played, chosen, args.micro_batch)
-            for part in parts:
-                logp_M, turn_M, rollout_M = score(model, [played[i] for i in part], args)
-                old_M = torch.cat([old[i] for i in part])
-                advantage_M = advantage_N[part].to(logp_M.device)[rollout_M]
-                w_M = ratios(logp_M, old_M, turn_M, rollout_M, args.level)
-                gain_M = surrogate(w_M, advantage_M, args.clip, args.lower_bound)
-                loss = -mean_of_rollouts(gain_M, rollout_M, size)
-                row = {"update/loss": loss.item(), "update/ratio": w_M.max().item()}
-                row["update/clipped"] = (gain_M < w_M * advantage_M).float().mean().item()
-                if start:
-                    penalty_M = kl_penalty(logp_M, torch.cat([start[i] for i in part]))
-                    loss = loss + args.kl * mean_of_rollouts(penalty_M, rollout_M, size)
-                    row["update/kl"] = penalty_M.mean().item()
-                loss.backward()
-                difference_M = (logp_M - old_M).detach()
-                if not steps and difference_M.abs().max() > tolerance:
-                    stop(f"the ratio is not 1 before the first step, but off by {difference_M.abs().max().item():.2g}")
-                log_ratios += torch.zeros(len(part)).index_add(0, rollout_M.cpu(), difference_M.cpu()).tolist()
-                rows.append(row)
-            if not parts:  # all its rollouts were left out
-                continue
-            mean = float(np.mean(log_ratios))
-            if diverged := not abs(mean) <= args.max_log_ratio:  # also NaN
-                break
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            if not torch.isfinite(norm):
-                stop(f"the model diverged (gradient {norm.item()}): lower --lr")
-            optimizer.step()
-            steps += 1
-            rows[-1] |= {"update/grad_norm": norm.item(), "update/log_ratio": mean}
-        if diverged:
+        order = rng.permutation(len(played)).tolist()
+        minibatches += [sorted(set(order[i : i + size]) & set(useful)) for i in range(0, len(order), size)]
+
+    rows, diverged = [], False
+    for step, chosen in enumerate(filter(None, minibatches)):  # one may be empty: all its rollouts were left out
+        optimizer.zero_grad()
+        log_ratios = []
+        for part in buckets(played, chosen, args.micro_batch):
+            logp_M, turn_M, rollout_M = score(model, [played[i] for i in part], args)
+            old_M = torch.cat([old[i] for i in part])
+            advantage_M = advantage_N[part].to(logp_M.device)[rollout_M]
+            w_M = ratios(logp_M, old_M, turn_M, rollout_M, args.level)
+            gain_M = surrogate(w_M, advantage_M, args.clip, args.lower_bound)
+            loss = -mean_of_rollouts(gain_M, rollout_M, size)
+            row = {"update/loss": loss.item(), "update/ratio": w_M.max().item()}
+            row["update/clipped"] = (gain_M < w_M * advantage_M).float().mean().item()
+            if start:
+                penalty_M = kl_penalty(logp_M, torch.cat([start[i] for i in part]))
+                loss = loss + args.kl * mean_of_rollouts(penalty_M, rollout_M, size)
+                row["update/kl"] = penalty_M.mean().item()
+            loss.backward()
+            difference_M = (logp_M - old_M).detach()
+            if not step and difference_M.abs().max() > tolerance:
+                off = difference_M.abs().max().item()
+                stop(
+                    f"the ratio is not 1 before the first step (its log is {off:.2g}): the model changes between passes"
+                )
+            log_ratios += torch.zeros(len(part)).index_add(0, rollout_M.cpu(), difference_M.cpu()).tolist()
+            rows.append(row)
+        mean = rows[-1]["update/log_ratio"] = float(np.mean(log_ratios))
+        if diverged := not abs(mean) <= args.max_log_ratio:  # also NaN
             break
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        if not torch.isfinite(norm):
+            stop(f"the model diverged (gradient {norm.item()}): lower --lr")
+        optimizer.step()
+        rows[-1]["update/grad_norm"] = norm.item()
     metrics = {tag: 0.0 for tag in METRICS if tag.startswith("update/") and tag != "update/kl"}
     metrics |= {tag: float(np.mean([r[tag] for r in rows if tag in r])) for tag in {tag for r in rows for tag in r}}
     metrics |= {"update/ratio": max([r["update/ratio"] for r in rows], default=1.0), "update/sampler_gap": gap}
@@ -837,8 +842,11 @@ def main(args: Args) -> dict[str, float]:
         save(run, state, model)
 
     if args.resume:
+        if missing := modules.keys() - state["modules"].keys():
+            stop(f"--variant {args.variant}: this run has kept no {missing.pop()}; begin a new one")
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the saved state has brought back the old one
         rng.bit_generator.state = state["rng"][0]
         if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
             generator.set_state(state["rng"][1].cpu())
@@ -943,12 +951,13 @@ def make_worlds(args: Args, n: int, split: str) -> list:
 
 def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], played: list[Trajectory]) -> None:
     """The metrics to TensorBoard, metrics.jsonl and the terminal; four rollouts to rollouts.jsonl."""
-    iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
+    iteration = metrics["iteration"]
     shown = {"return": "rollout/return", "success": "rollout/success", "no-op": "rollout/no_op"}
     shown |= {"filtered": "update/filtered", "entropy": "rollout/entropy", "turns": "rollout/length"}
     shown |= {"clipped": "update/clipped", "dev": "eval/success", "greedy": "eval/success_greedy"}
     shown |= {"sgc": "eval/scenarios", "questions": "eval/questions"}
-    tqdm.write(line + "".join(f"  {name} {metrics[tag]:.2f}" for name, tag in shown.items() if tag in metrics))
+    figures = "".join(f"  {name} {metrics[tag]:.2f}" for name, tag in shown.items() if tag in metrics)
+    tqdm.write(f"{iteration:4d}{figures}")
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)

@@ -232,6 +232,7 @@ class Zygote:
                 cwd=empty,
                 env={"PYTHONHASHSEED": "0"},  # sets have the same order every time
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in our terminal is not for the agents' code
             )
             theirs.close()
             self.line.settimeout(START)

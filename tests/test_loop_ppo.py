@@ -127,6 +127,19 @@ def warm():
     return model
 
 
+@pytest.fixture(scope="module")
+def skilled(tmp_path_factory):
+    """The folder of a model that solves some tasks, so that LOOP has something to learn from."""
+    torch.manual_seed(0)
+    dialogues, folder = Lookup().demonstrations(3000, 0, skill=0.9), tmp_path_factory.mktemp("skilled")
+    model = loop_ppo.make_model(small(width=64), [d["observations"][-1] for d in dialogues])
+    demos = [loop_ppo.demonstrated(d, model.tokenizer) for d in dialogues]
+    loop_ppo.warm_start(model, demos, 3, small(), np.random.default_rng(0))
+    model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def test_drills_repeat_and_are_scored_from_the_second_time_on(warm):
     for t in loop_ppo.drills(warm.tokenizer, 50, np.random.default_rng(0)):
         ((first, last),) = t.turns
@@ -243,6 +256,15 @@ def test_e6_has_mean_zero_and_deviation_one():
     naive = [(r - mean) / deviation for r in returns.tolist()]
     assert loop_ppo.normalised(returns).tolist() == pytest.approx(naive, rel=1e-5)
     assert loop_ppo.normalised(torch.ones(4)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("total", [3 / 5, 5 / 7, 6 / 7])
+def test_a_group_that_earned_the_same_has_no_advantage(total):
+    """In float32 the mean of six times 0.6 is not 0.6, and E6 would divide that by next to nothing."""
+    group = [replace(loop_ppo.Trajectory(0, "", "", [1, 2], [(1, 2)]), rewards=[total]) for _ in range(6)]
+    for normalise in (False, True):
+        _, advantage_N, filtered = loop_ppo.advantages_of_groups(group, normalise)
+        assert advantage_N.abs().max() < 1e-6 and advantage_N.dtype == torch.float32 and filtered == 1.0
 
 
 def test_e7_is_the_kl_divergence_on_average():
@@ -426,10 +448,16 @@ def test_small_advantages_are_left_out_and_an_empty_minibatch_is_no_error(warm):
     assert not torch.equal(moved, start)
 
 
+@pytest.mark.parametrize("options", [{"variant": "rloo"}, {"minibatch": 0}, {}])
+def test_an_iteration_without_a_group_is_no_error(warm, options):
+    _, metrics = weights_after(warm, [], torch.zeros(0), small(**options))
+    assert metrics["update/grad_norm"] == 0 and metrics["update/stopped"] == 0
+
+
 def test_a_log_ratio_too_large_stops_the_iteration(warm):
     played = play(warm, small())
     _, metrics = weights_after(warm, played, torch.ones(6), small(minibatch=2, max_log_ratio=1e-6))
-    assert metrics["update/stopped"] == 1.0
+    assert metrics["update/stopped"] == 1.0 and abs(metrics["update/log_ratio"]) > 0
 
 
 def test_a_scorer_that_is_not_the_sampler_is_noticed(warm, capfd):
@@ -461,14 +489,20 @@ def test_logits_in_chunks_are_the_same(warm, chunk):
     assert torch.allclose(loop_ppo.score(warm, played, small(logit_chunk=chunk))[0], whole, atol=1e-5)
 
 
-def test_gradient_checkpointing_changes_nothing(warm):
+def test_gradient_checkpointing_changes_nothing(tmp_path, warm, monkeypatch):
     played, advantage_N = play(warm, small()), torch.tensor([0.5, -0.5, 0.3, -0.3, 1.0, -1.0])
     plain, _ = weights_after(warm, played, advantage_N, small())
-    model = copy.deepcopy(warm)
+    warm.save_pretrained(tmp_path)
+    warm.tokenizer.save_pretrained(tmp_path)
+    args = small(model=str(tmp_path), gradient_checkpointing=True, logit_chunk=16)
+    model = loop_ppo.make_model(args, [])
+    remade, forward = [], torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda *a, **k: remade.append(1) or forward(*a, **k))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    saved, _ = weights_after(model, played, advantage_N, small(gradient_checkpointing=True, logit_chunk=16))
+    assert [t.ids for t in play(model, args)] == [t.ids for t in played] and not remade, "rollouts keep their cache"
+    saved, _ = weights_after(model, played, advantage_N, args)
     assert torch.allclose(plain, saved, atol=1e-5)
+    assert remade and not any(module.training for module in model.modules())
 
 
 # ------------------------------------------------------------------------------------- words and chats
@@ -515,16 +549,26 @@ def results(folder):
 
 
 @pytest.mark.parametrize("variant", ["loop", "grpo"])
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, variant):
-    folder, _ = run_of(tmp_path / "whole", iterations=4, variant=variant)
-    half, _ = run_of(tmp_path / "half", iterations=2, variant=variant, eval_every=4)
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, skilled, variant):
+    options = {"variant": variant, "model": skilled, "warm_start_epochs": 0, "anneal_lr": False}
+    folder, _ = run_of(tmp_path / "whole", iterations=4, **options)
+    half, _ = run_of(tmp_path / "half", iterations=2, eval_every=4, **options)
     saved = json.loads((half / "args.json").read_text())
     loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(half), "iterations": 4, "eval_every": 10}))
     whole, resumed = results(folder), results(half)
+    assert all(max(row["update/grad_norm"] for row in rows) > 0 for rows in (whole[0][:2], whole[0][2:])), "it learns"
     for row in whole[0] + resumed[0]:  # an evaluation at the end of the half run has no part in it
         for tag in [tag for tag in row if tag.startswith("eval/")]:
             del row[tag]
     assert whole == resumed
+
+
+def test_a_run_without_a_start_model_cannot_go_on_as_grpo(tmp_path, capfd):
+    folder, _ = run_of(tmp_path, iterations=1)
+    saved = json.loads((folder / "args.json").read_text())
+    with pytest.raises(SystemExit):
+        loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": 2, "variant": "grpo"}))
+    assert "--variant grpo: this run has kept no start_model" in capfd.readouterr().err
 
 
 def test_groups_that_all_earned_the_same_are_logged(tmp_path):

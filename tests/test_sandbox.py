@@ -482,6 +482,14 @@ def test_a_zygote_that_died_is_replaced(host):
     box.close()
 
 
+def test_an_interrupt_from_the_terminal_is_not_for_the_child(host):
+    """It goes to all processes of the terminal's group: ours decides what to do, the agent's code goes on."""
+    box = Sandbox(max_output=126)
+    box.run("x = 1", host.answer)
+    assert {os.getpgid(pid) for pid in (box.pid, box.zygote.process.pid)} == {box.zygote.process.pid}
+    box.close()
+
+
 def test_without_a_child_it_says_so(host, monkeypatch):
     monkeypatch.setattr(module.sys, "executable", "/bin/true")
     with pytest.raises(OSError, match="does not start"):
