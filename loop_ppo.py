@@ -626,9 +626,7 @@ def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, 
             difference_M = (logp_M - old_M).detach()
             if not step and difference_M.abs().max() > tolerance:
                 off = difference_M.abs().max().item()
-                stop(
-                    f"the ratio is not 1 before the first step (its log is {off:.2g}): the model changes between passes"
-                )
+                stop(f"the ratio is not 1 before the first step (log-ratio {off:.2g}): does the model have dropout?")
             log_ratios += torch.zeros(len(part)).index_add(0, rollout_M.cpu(), difference_M.cpu()).tolist()
             rows.append(row)
         mean = rows[-1]["update/log_ratio"] = float(np.mean(log_ratios))
