@@ -147,16 +147,23 @@ class Simulator:
         self._finalizer = weakref.finalize(self, end, self.process, folder)
         parameters = GatewayParameters(port=port, auto_field=True, read_timeout=self.TIMEOUT)
         self._gateway = JavaGateway(gateway_parameters=parameters, java_process=self.process)
-        # It prints every step at length; nobody reads that.
-        self._gateway.jvm.System.setOut(self._gateway.jvm.java.io.PrintStream(os.devnull))
+        try:
+            self._call(self._connect)
+        except Died:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        jvm = self._gateway.jvm
+        jvm.System.setOut(jvm.java.io.PrintStream(os.devnull))  # it prints every step at length; nobody reads that
         for connection in self._gateway._gateway_client.deque:  # its one connection, as one thread calls
             connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its messages are short
-        self._join = self._gateway.jvm.String.join
-        self._server = self._call(self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface)
+        self._join = jvm.String.join
+        self._server = jvm.scienceworld.runtime.pythonapi.PythonInterface()
 
     def call(self, method: str, *args):
         """Calls a method of the simulator's Python interface."""
-        return self._call(getattr(self._server, method), *args)
+        return self._call(lambda: getattr(self._server, method)(*args))  # getattr asks Java, too, the first time
 
     def strings(self, method: str) -> list[str]:
         """A list of texts, joined over there: else each would be a message of its own."""
@@ -307,7 +314,7 @@ class ScienceWorld(gymnasium.Env):
             self.info = self.look(text)
         except Died:
             self.close()
-            self.score, died = before, True
+            self.score, terminated, died = before, False, True
         truncated = not terminated and (died or self.turns == self.max_turns)
         self.over = terminated or truncated
 

@@ -87,12 +87,14 @@ def collect(folder: Path, wanted: list[tuple[str, int, bool]], workers: int) -> 
         for attempt in range(3):
             try:
                 if not getattr(own, "simulator", None):
+                    own.simulator = None  # a simulator may die while it starts
                     own.simulator = Simulator()
                     simulators.append(own.simulator)
                 write_lines(path_of(job), [walk(own.simulator, *job)])
                 return
             except Died:
-                own.simulator.close()
+                if own.simulator:
+                    own.simulator.close()
                 own.simulator = None
                 if attempt == 2 or stopped.is_set():
                     raise

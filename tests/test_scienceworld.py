@@ -209,6 +209,45 @@ def test_a_java_process_that_dies_ends_the_episode_and_is_replaced(world, capfd)
 
 
 @needs_java
+@pytest.mark.parametrize("call", [lambda s: s.call("getScore"), lambda s: s.strings("getPossibleActions")])
+def test_a_call_that_was_never_made_before_says_died_too(call):
+    simulator = Simulator()
+    os.kill(simulator.process.pid, signal.SIGKILL)
+    simulator.process.wait()
+    try:
+        with pytest.raises(scienceworld.Died):
+            call(simulator)
+    finally:
+        simulator.close()
+
+
+@needs_java
+def test_a_java_process_that_hangs_counts_as_dead(world, monkeypatch):
+    world.close()
+    monkeypatch.setattr(Simulator, "TIMEOUT", 30)
+    world.reset(options={"index": 0})
+    process = world.simulator.process
+    world.simulator._gateway._gateway_client.deque[0].socket.settimeout(2)
+    os.kill(process.pid, signal.SIGSTOP)
+    *_, terminated, truncated, info = world.step("wait")
+    assert (terminated, truncated, info["died"]) == (False, True, True) and process.poll() is not None
+    world.close()
+
+
+@needs_java
+def test_a_java_process_that_dies_on_the_last_look_has_not_ended_the_episode(world, monkeypatch):
+    world.reset(options={"index": 0})
+
+    def look(text):
+        raise scienceworld.Died("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "look", look)
+        _, reward, terminated, truncated, info = world.step("focus on air")  # a failure, but nobody saw it
+    assert (reward, terminated, truncated, info["died"]) == (0.0, False, True, True)
+
+
+@needs_java
 def test_worlds_side_by_side_are_worlds_alone(world):
     """Each as if it were played alone; whose episode is over begins anew where a variation is given, else stays."""
     rng, worlds = np.random.default_rng(0), scienceworld.Worlds(2, task="find-living-thing", step_limit=3)

@@ -17,9 +17,12 @@ REAL = Path(__file__).parent.parent.parent / "shared/data/guide_train.jsonl.gz"
 class House:
     """A simulator of two rooms with one door: the path opens it, under a name that is no valid action, and goes."""
 
-    made, loads, dies_at = 0, [], set()
+    made, loads, dies_at, dead_on_arrival = 0, [], set(), 0
 
     def __init__(self):
+        if House.dead_on_arrival:
+            House.dead_on_arrival -= 1
+            raise Died("it is gone before it is there")
         House.made, self.is_open = House.made + 1, True
 
     def call(self, method: str, *args):
@@ -47,7 +50,7 @@ class House:
 
 @pytest.fixture
 def house(monkeypatch):
-    House.made, House.loads, House.dies_at = 0, [], set()
+    House.made, House.loads, House.dies_at, House.dead_on_arrival = 0, [], set(), 0
     monkeypatch.setattr("envs.scienceworld.Simulator", House)
     yield House
     assert House.made == 0, "every simulator was closed"
@@ -106,6 +109,14 @@ def test_a_simulator_that_dies_is_replaced(tmp_path, house):
     path = tmp_path / "dev.jsonl.gz"
     data.make_eval_data(str(path), 0, 1, ["boil"])
     assert len(list(data.read_lines(path))) == len(variations("boil", "dev"))
+
+
+def test_a_simulator_that_dies_while_it_starts_is_started_again(tmp_path, house):
+    house.dead_on_arrival = 2
+    data.make_eval_data(str(tmp_path / "dev.jsonl.gz"), 2, 1, ["boil"])
+    house.dead_on_arrival = 3
+    with pytest.raises(Died):
+        data.make_eval_data(str(tmp_path / "other.jsonl.gz"), 2, 1, ["boil"])
 
 
 def test_train_and_dev_never_share_a_variation():
