@@ -243,12 +243,9 @@ def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int) -
 
 # ---------------------------------------------------------- 4. models
 def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -> torch.Tensor:
-    """The texts as vectors of length 1 [N, H]: the encoder's last hidden states, their mean or that of the first token.
-
-    Texts of like length go through the encoder together, as padding costs what text does.
-    """
+    """Texts as vectors of length 1 [N, H]: the encoder's last hidden states, their mean or that of the first token."""
     ids = tokenizer(texts, truncation=True, max_length=max_tokens, padding=False)["input_ids"]
-    order, rows = sorted(range(len(ids)), key=lambda i: len(ids[i])), []
+    order, rows = sorted(range(len(ids)), key=lambda i: len(ids[i])), []  # like lengths together: padding costs
     for start in range(0, len(ids), 64):
         part = [ids[i] for i in order[start : start + 64]]
         T = len(part[-1])

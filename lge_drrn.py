@@ -54,6 +54,7 @@ from tqdm import tqdm
 
 import envs
 from envs.scienceworld import TASKS, Worlds, variations
+from envs.scienceworld_guide import read_lines
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -105,7 +106,7 @@ METRICS = {
     "rollout/length": "actions in an episode, mean",
     "rollout/candidates": "actions that the explorer was given, mean; without a guide all that are valid",
     "rollout/entropy": "of the policy over these in nats; near 0 it has stopped exploring",
-    "rollout/died": "Java processes that died since the last line; not 0 wants a look at the machine's memory",
+    "rollout/died": "share of actions on which a Java process died; not 0 wants a look at the machine's memory",
     "explorer/loss": "E3, mean; grows when the first rewards are found, then should settle",
     "explorer/q": "Q of the actions in the batch, mean in points of score; far beyond 100 it has diverged",
     "explorer/grad_norm": "before clipping",
@@ -202,7 +203,7 @@ class Replay:
 
     def load_state_dict(self, state: dict) -> None:
         self.numbers, self.figures, sets = (array.numpy() for array in state["arrays"])
-        self.next_actions = np.split(sets, np.cumsum(state["lengths"])[:-1])
+        self.next_actions = [row.copy() for row in np.split(sets, np.cumsum(state["lengths"])[:-1])]  # not views of all
         self.pushed = state["pushed"]
 
 
@@ -249,11 +250,7 @@ def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
 
 # ---------------------------------------------------------- 4. models
 class DRRN(nn.Module):
-    """Q as a function of a state and an action in words.
-
-    The first layer of the head is linear in the concatenation, hence a sum of a state's part and an action's part:
-    each is computed once for all the pairs that it is in.
-    """
+    """Q of a state and an action in words. A linear layer on both is a part of each, computed once for all pairs."""
 
     def __init__(self, vocabulary: int, hidden: int, q_hidden: bool):
         super().__init__()
@@ -268,8 +265,8 @@ class DRRN(nn.Module):
     def encode(self, name: str, texts: Texts, numbers) -> torch.Tensor:
         """The last hidden states [N, H] of a GRU that reads the texts of these numbers."""
         packed = nn.utils.rnn.pack_sequence([texts.tokens[i] for i in numbers], enforce_sorted=False)
-        embedded = packed._replace(data=self.embedding(packed.data.to(self.embedding.weight.device)))
-        return self.encoders[name](embedded)[1][0]
+        packed = packed.to(self.embedding.weight.device)
+        return self.encoders[name](packed._replace(data=self.embedding(packed.data)))[1][0]
 
     def q(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """E1, from the parts of states and actions, [N, H] both or one [H] and one [A, H]."""
@@ -302,7 +299,7 @@ class Copy:
     def __init__(self, network: DRRN, texts: Texts):
         old = self.network = copy.deepcopy(network).requires_grad_(False)
         self.fields = [Table(lambda numbers, name=name: old.encode(name, texts, numbers)) for name in FIELDS]
-        self.actions = Table(lambda numbers: old.action_part(old.encode("action", texts, numbers)))
+        self.actions = Table(lambda numbers: old.action_part(old.encode("action", texts, numbers)))  # the same for all
 
     def q(self, state_N3: np.ndarray, actions: list[np.ndarray]) -> list[torch.Tensor]:
         """Q [A] of each state's actions."""
@@ -312,12 +309,9 @@ class Copy:
 
 
 def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -> torch.Tensor:
-    """The texts as vectors of length 1 [N, H]: the encoder's last hidden states, their mean or that of the first token.
-
-    Texts of like length go through the encoder together, as padding costs what text does.
-    """
+    """Texts as vectors of length 1 [N, H]: the encoder's last hidden states, their mean or that of the first token."""
     ids = tokenizer(texts, truncation=True, max_length=max_tokens, padding=False)["input_ids"]
-    order, rows = sorted(range(len(ids)), key=lambda i: len(ids[i])), []
+    order, rows = sorted(range(len(ids)), key=lambda i: len(ids[i])), []  # like lengths together: padding costs
     for start in range(0, len(ids), 64):
         part = [ids[i] for i in order[start : start + 64]]
         T = len(part[-1])
@@ -333,21 +327,24 @@ def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -
 class Guide:
     """Which of the valid actions the explorer may take."""
 
-    def __init__(self, args: Args, texts: Texts):
-        self.args, self.texts, self.table = args, texts, None
+    def __init__(self, args: Args):
+        self.args, self.texts, self.table = args, None, None
         if args.guide == "none":
             return
         try:
             about = json.loads(Path(args.guide, "guide.json").read_text(encoding="utf-8"))
-            how = str(about["pooling"]), int(about["max_tokens"])
+            how = {"cls": "cls", "mean": "mean"}[about["pooling"]], int(about["max_tokens"])
             tokenizer = transformers.AutoTokenizer.from_pretrained(args.guide, local_files_only=True)
-            encoder = transformers.AutoModel.from_pretrained(args.guide, local_files_only=True)
+            options = {"local_files_only": True, "output_loading_info": True}
+            encoder, found = transformers.AutoModel.from_pretrained(args.guide, **options)
+            if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
+                raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
         except Exception as error:  # what a folder can hold has no end, nor have the errors
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             stop(f"--guide {args.guide}: {reason}; give a folder saved by guide_simcse.py, runs/.../guide, or none")
-        dtype = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32  # twice as fast
-        encoder.to(args.device, dtype).eval().requires_grad_(False)
-        self.table = Table(lambda numbers: embed(encoder, tokenizer, [texts.texts[i] for i in numbers], *how).cpu())
+        is_fast = args.device == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16")  # twice as fast as float32
+        encoder.to(args.device, torch.bfloat16 if is_fast else torch.float32).eval().requires_grad_(False)
+        self.table = Table(lambda rows: embed(encoder, tokenizer, [self.texts.texts[i] for i in rows], *how).cpu())
 
     def pruned(self, view: View) -> np.ndarray:
         """The valid actions that are left (E5)."""
@@ -375,10 +372,7 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
 # ---------------------------------------------------------- 5. rollouts
 @torch.no_grad()
 def choose(explorer: Copy | None, guide: Guide, views: list[View], epsilon: float, rng, is_greedy: bool = False):
-    """An action for each view, and the Q [A] of all that it was chosen from.
-
-    Any policy of state and candidates may stand here. Without an explorer every candidate is as good as the next.
-    """
+    """An action for each view, and the Q [A] of all it was chosen from; any policy of state and candidates will do."""
     candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
     state_N3 = np.array([view.state for view in views])
     q = explorer.q(state_N3, candidates) if explorer else [torch.zeros(len(row)) for row in candidates]
@@ -410,14 +404,14 @@ def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Arg
 
 
 # ---------------------------------------------------------- 7. evaluation
-def greedy_play(explorer: Copy | None, guide: Guide, texts: Texts, worlds: Worlds, epsilon: float, args: Args, n: int):
-    """Greedy episodes on dev and test: metrics, and two transcripts of each. `n` sets the variations, for all runs.
+def greedy_play(explorer: Copy | None, guide: Guide, worlds: Worlds, epsilon: float, args: Args, step: int):
+    """Greedy episodes on dev and test: metrics, and of each the two that end first. `step` sets the variations.
 
     Candidates are drawn as in training (E5), as in the authors' code; the random explorer stays random.
     """
-    metrics, transcripts = {}, []
+    metrics, transcripts, texts = {}, [], guide.texts
     for split in ("dev", "test"):
-        rng, played = np.random.default_rng(n), []
+        rng, played = np.random.default_rng(step), []
         indices = rng.integers(len(variations(args.task, split)), size=args.eval_episodes).tolist()
         for start in range(0, len(indices), args.worlds):
             alive = dict(enumerate(worlds.reset(split, indices[start : start + args.worlds])))
@@ -433,9 +427,9 @@ def greedy_play(explorer: Copy | None, guide: Guide, texts: Texts, worlds: World
                     if "episode" in info:
                         episodes[i]["score"] = alive.pop(i)["score"]
                         played += [episodes[i]] if not info["died"] else []
-        scores = np.array([episode["score"] for episode in played] or [0])
+        scores = np.array([episode["score"] for episode in played])
         figures = {"score": scores.clip(0), "success": scores >= 100, "failure": scores < 0}
-        metrics |= {f"eval/{split}_{name}": float(figure.mean()) for name, figure in figures.items()}
+        metrics |= {f"eval/{split}_{name}": float(figure.mean()) for name, figure in figures.items() if played}
         transcripts += played[:2]
     return metrics, transcripts
 
@@ -451,16 +445,12 @@ def write(path: Path, records: list[dict], indent: int | None = None) -> None:
     temporary.replace(path)
 
 
-def read(path: Path) -> list[dict]:
-    """What `write` has written, a record a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def save_run(run: Path, state: dict, texts: Texts, replay: Replay) -> None:
     """A checkpoint: texts as JSON, the vocabulary as a tokenizer's folder, all else as tensors in state.pt."""
     folder = run / "checkpoints" / f"{state['step']:07d}"
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
+        shutil.rmtree(unfinished)
     texts.tokenizer.save_pretrained(temporary / "tokenizer")
     (temporary / "texts.json").write_text(json.dumps(texts.texts), encoding="utf-8")
     torch.save(state | {"replay": replay.state_dict()}, temporary / "state.pt")
@@ -486,18 +476,18 @@ def main(args: Args) -> dict[str, float]:
     started, cpu_started = time.time(), time.process_time()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    rng, num_tasks = np.random.default_rng(args.seed), len(variations(args.task, "train"))
+    rng, num_tasks, guide = np.random.default_rng(args.seed), len(variations(args.task, "train")), Guide(args)
     worlds = Worlds(args.worlds, task=args.task, simplifications=args.simplifications, step_limit=args.step_limit)
 
     # --- all that learns, of a run or new
     state, logs = {"step": 0, "episodes": 0, "updates": 0, "evaluations": []}, {name: [] for name in LOGS}
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
         texts = Texts(tokenizer, json.loads((checkpoint / "texts.json").read_text(encoding="utf-8")))
-        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["step"]] for name in LOGS}
+        logs = {name: [row for row in read_lines(run / name) if row["iteration"] <= state["step"]] for name in LOGS}
     else:
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run = Path(args.runs) / f"{args.env}__lge_drrn__{args.seed}__{now}"
@@ -505,19 +495,17 @@ def main(args: Args) -> dict[str, float]:
         texts = Texts(make_tokenizer(shown, args.vocabulary))  # D5
     network = DRRN(len(texts.tokenizer), args.hidden, args.q_hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
-    replay, guide = Replay(args.memory, args.priority_fraction), Guide(args, texts)
+    replay, guide.texts = Replay(args.memory, args.priority_fraction), texts
     if args.resume:
         network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # the saved state has brought back the old one
         replay.load_state_dict(state.pop("replay"))
         rng.bit_generator.state = state["rng"]
-    explorer = Copy(network, texts) if args.explorer == "drrn" else None
+    explorer = Copy(network, texts) if args.explorer == "drrn" else None  # it plays and gives targets (D1)
 
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    for name in LOGS:
-        write(run / name, logs[name])
     print(f"{run}: {args.task}, guide {args.guide}, vocabulary of {len(texts.tokenizer)}")
 
     interrupted = []  # Ctrl-C ends the step that it falls into; a second one aborts
@@ -547,7 +535,7 @@ def main(args: Args) -> dict[str, float]:
             if state["updates"] % args.copy_every == 0:
                 explorer = Copy(network, texts)  # D1
 
-        # 3. what came of it
+        # 3. what came of it; `seen` is what to act on next: behind an end another episode's start, else as in `after`
         for i, ((_, reward, terminated, truncated, info), seen) in enumerate(results):
             before, after, views[i] = views[i], view(info, texts), view(seen, texts)
             figures["rollout/candidates"].append(len(q[i]))
@@ -567,28 +555,31 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. the books
         state["step"] = step
-        is_evaluated, is_stopped = step % args.eval_every == 0 or step == args.steps, bool(interrupted)
-        if step % args.log_every and not (is_evaluated or is_stopped):
+        is_evaluated = step % args.eval_every == 0 or step == args.steps
+        if step % args.log_every and not (is_evaluated or interrupted):
             continue
         metrics = {"iteration": step} | {tag: float(np.mean(values)) for tag, values in figures.items()}
         metrics["memory/priority"] = replay.sizes()[0]
         metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
         if is_evaluated:
-            evaluation, transcripts = greedy_play(explorer, guide, texts, worlds, epsilon, args, step)
+            evaluation, transcripts = greedy_play(explorer, guide, worlds, epsilon, args, step)
             state["evaluations"].append(evaluation)
             metrics |= evaluation
             logs["rollouts.jsonl"] += [{"iteration": step} | transcript for transcript in transcripts]
-        report(run, logs, writer, metrics)
-        if is_evaluated or is_stopped:
+        is_stopped = bool(interrupted)
+        if is_saved := is_evaluated or is_stopped:
             # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
-            views, explorer, guide = [], explorer and Copy(network, texts), Guide(args, texts)
+            views, explorer = [], explorer and Copy(network, texts)
+            guide.table = guide.table and Table(guide.table.compute)
             state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
             state["network"], state["optimizer"] = network.state_dict(), optimizer.state_dict()
             state["rng"] = rng.bit_generator.state
-            try:
+        try:
+            report(run, logs, writer, metrics)
+            if is_saved:
                 save_run(run, state, texts, replay)
-            except (OSError, RuntimeError) as error:  # a full disk is no reason to lose what was learned
-                tqdm.write(f"no checkpoint at step {step}: {str(error).splitlines()[0]}")
+        except Exception as error:  # a full disk, for which tokenizers have no class, costs nothing that was learned
+            tqdm.write(f"not saved at step {step}: {error}".splitlines()[0])
         if is_stopped:
             print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
             break
@@ -598,7 +589,7 @@ def main(args: Args) -> dict[str, float]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the mean of the last 10 %
-    summary = {tag.replace("/", "_"): float(np.mean([row[tag] for row in last])) for tag in (last or [{}])[0]}
+    summary = {tag.replace("/", "_"): float(np.mean([r[tag] for r in last if tag in r])) for tag in (last or [{}])[-1]}
     summary |= {key: state[key] for key in ("episodes", "updates", "seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -615,9 +606,11 @@ def checked(args: Args) -> Args:
         stop(f"--env {args.env}: the explorer knows the world scienceworld and no other")
     if problem := envs.missing(args.env):
         stop(problem)
-    for name in ("steps", "worlds", "step_limit", "top_k", "batch", "memory", "log_every", "eval_every", "copy_every"):
-        if not getattr(args, name) > 0:
-            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    for name, value in vars(args).items():
+        if type(value) is int and value < (name != "seed"):
+            stop(f"--{name.replace('_', '-')} {value}: must be above 0")
+    if not (0 <= args.epsilon <= 1 and args.batch <= args.memory * (1 - args.priority_fraction) <= args.memory):
+        stop("--epsilon, --priority-fraction: give 0 to 1; without that fraction --memory must still hold a --batch")
     try:
         torch.zeros(1, device=args.device)
     except (AssertionError, RuntimeError) as error:
@@ -646,5 +639,12 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.resume:  # its own arguments hold, unless given anew
         newest_checkpoint(args.resume, "--resume")
-        args = tyro.cli(Args, default=Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))))
-    main(args)
+        saved = Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8")))
+        args = tyro.cli(Args, default=saved)
+        for name in ("hidden", "q_hidden", "memory", "priority_fraction"):
+            if getattr(args, name) != getattr(saved, name):
+                stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
+    try:
+        main(args)
+    except OSError as error:  # Java that does not start again, a disk that is full at the very end
+        stop(f"{error}; a run that has a checkpoint goes on with --resume")

@@ -3,11 +3,16 @@
 import json
 import os
 import re
+import runpy
+import shutil
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -304,24 +309,43 @@ def test_a_table_computes_each_row_once():
 
 # --------------------------------------------------------------------------------------- the guide
 def test_the_guide_leaves_the_nearest_and_navigation(guide_folder, texts):
+    def guide(args: Args) -> Guide:
+        made = Guide(args)
+        made.texts = texts
+        return made
+
     args = Args(guide=str(guide_folder), top_k=1)
     actions = ["take pear", "go to garden", "teleport to moon", "take stone", "ago to x"]
     view = View((0, 0, 0), texts.add("take stone"), np.array([texts.add(action) for action in actions], np.int32))
-    names = [texts.texts[i] for i in Guide(args, texts).pruned(view)]
+    names = [texts.texts[i] for i in guide(args).pruned(view)]
     assert names == ["go to garden", "teleport to moon", "take stone"]  # cosine 1 with itself
-    without = Guide(replace(args, prune_navigation=True), texts)
+    without = guide(replace(args, prune_navigation=True))
     assert [texts.texts[i] for i in without.pruned(view)] == ["take stone"]  # D6
-    assert len(Guide(Args(guide="none"), texts).pruned(view)) == 5
+    assert len(guide(Args(guide="none")).pruned(view)) == 5
 
 
 @pytest.mark.parametrize("broken", ["guide.json", "config.json", "model.safetensors", "tokenizer.json"])
-def test_a_broken_guide_is_one_line(broken, guide_folder, texts, tmp_path, capsys):
+def test_a_broken_guide_is_one_line(broken, guide_folder, tmp_path, capsys):
     for file in guide_folder.iterdir():
         (tmp_path / file.name).write_bytes(b"\x00garbage" if file.name == broken else file.read_bytes())
     with pytest.raises(SystemExit) as error:
-        Guide(Args(guide=str(tmp_path)), texts)
+        Guide(Args(guide=str(tmp_path)))
     said = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and "--guide" in said[-1] and "guide_simcse.py" in said[-1]
+    assert error.value.code == 2 and len(said) == 1 and "--guide" in said[0] and "guide_simcse.py" in said[0]
+
+
+def test_a_guide_that_would_be_another_is_refused(guide_folder, tmp_path, capsys):
+    """Weights under other names would be drawn at random, a pooling of another name taken for the mean."""
+    shutil.copytree(guide_folder, tmp_path / "weights")
+    weights = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    renamed = {f"other.{name}": weight for name, weight in weights.items()}
+    safetensors.torch.save_file(renamed, tmp_path / "weights" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(guide_folder, tmp_path / "pooling")
+    (tmp_path / "pooling" / "guide.json").write_text(json.dumps({"pooling": "max", "max_tokens": 16}))
+    for name, reason in {"weights": "no weights for", "pooling": "max"}.items():
+        with pytest.raises(SystemExit):
+            Guide(Args(guide=str(tmp_path / name)))
+        assert reason in capsys.readouterr().err
 
 
 def test_the_newest_guide_is_found(toy, tmp_path):
@@ -335,13 +359,27 @@ def test_the_newest_guide_is_found(toy, tmp_path):
     assert lge_drrn.checked(replace(args, task="T20")).task == "lifespan-longest-lived"
 
 
-@pytest.mark.parametrize(("option", "value"), [("task", "cook"), ("env", "nowhere"), ("steps", 0), ("device", "tpu9")])
+BAD = [("task", "cook"), ("env", "nowhere"), ("steps", 0), ("device", "tpu9"), ("eval_episodes", 0), ("threads", 0)]
+BAD += [("hidden", -1)]
+
+
+@pytest.mark.parametrize(("option", "value"), BAD)
 def test_bad_arguments_are_one_line(toy, option, value, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         lge_drrn.main(Args(**{option: value}, runs=str(tmp_path / "runs")))
     said = capsys.readouterr().err.splitlines()
     assert error.value.code == 2 and len(said) == 1 and str(value) in said[0]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"priority_fraction": 1}, {"priority_fraction": -1}, {"epsilon": 7}, {"memory": 9}]
+)
+def test_shares_are_shares_and_the_memory_holds_a_batch(options, toy, capsys):
+    with pytest.raises(SystemExit):
+        lge_drrn.main(Args(**options))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"--{next(iter(options)).replace('_', '-')}" in said
 
 
 # ----------------------------------------------------------------------------------------- whole runs
@@ -370,21 +408,101 @@ def test_resuming_is_the_same_run_to_the_bit(toy, tmp_path, with_guide, guide_fo
     assert all(torch.equal(a["network"][name], b["network"][name]) for name in a["network"])
     assert all(torch.equal(x, y) for x, y in zip(a["replay"]["arrays"], b["replay"]["arrays"], strict=True))
     assert a["rng"] == b["rng"] and a["episodes"] == b["episodes"] and logged(whole) == logged(resumed)
+    assert a["replay"]["lengths"] == b["replay"]["lengths"] and a["replay"]["pushed"] == b["replay"]["pushed"]
+    assert (whole / "rollouts.jsonl").read_text() == (resumed / "rollouts.jsonl").read_text()
 
 
-def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys):
-    real, failed = torch.save, []
+FULL = "file write failed: no space left"
 
-    def save(*args, **kwargs):
-        if not failed:
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (torch, "save", RuntimeError(f"{FULL}\nat somewhere")),
+        (transformers.PreTrainedTokenizerFast, "save_pretrained", Exception(FULL)),  # tokenizers have no other
+        (lge_drrn, "report", OSError(FULL)),
+    ],
+)
+def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys, owner, name, error):
+    """Step 12 cannot be saved, step 24 can, and of step 12 no half is left."""
+    real, failed = getattr(owner, name), []
+
+    def fails_once(*args, **kwargs):
+        if not failed and (name != "report" or args[3]["iteration"] == 12):
             failed.append(1)
-            raise RuntimeError("PytorchStreamWriter failed writing file data.pkl: file write failed\nat somewhere")
+            raise error
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(owner, name, fails_once)
     folder, summary = run(tmp_path)
-    assert re.search(r"no checkpoint at step 12: .*file write failed$", capsys.readouterr().out, re.M)
+    assert failed and re.search(f"not saved at step 12: {FULL}$", capsys.readouterr().out, re.M)
     assert summary["steps"] == 24 and state_of(folder)["step"] == 24
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["0000024"]
+
+
+def test_control_c_in_an_evaluation_ends_behind_it(toy, tmp_path, monkeypatch):
+    real = lge_drrn.greedy_play
+
+    def pressed(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(lge_drrn, "greedy_play", pressed)
+    folder, summary = run(tmp_path)
+    assert summary["steps"] == 12 and state_of(folder)["step"] == 12 and "eval_test_score" in summary
+    monkeypatch.setattr(lge_drrn, "greedy_play", real)
+    resumed, _ = run(tmp_path, resume=str(folder))
+    whole, _ = run(tmp_path / "whole")
+    assert logged(resumed) == logged(whole), "the same run to the bit"
+
+
+def test_an_evaluation_in_which_every_world_dies_measures_nothing(toy, tmp_path, monkeypatch):
+    start = Toy.__init__
+    monkeypatch.setattr(
+        Toy, "__init__", lambda self, **options: (start(self, **options), setattr(self, "die_at", 1))[0]
+    )
+    _, summary = run(tmp_path, batch=2)
+    assert summary["steps"] == 24 and not any("score" in name for name in summary)
+
+
+def command(monkeypatch, *words: str) -> None:
+    """The script as it is from the command line."""
+    monkeypatch.setattr(sys, "argv", ["lge_drrn.py", *words])
+    runpy.run_path(lge_drrn.__file__, run_name="__main__")
+
+
+@pytest.mark.parametrize("change", [("--memory", "80"), ("--priority-fraction", "0.2"), ("--hidden", "16")])
+def test_what_a_resumed_run_must_keep(toy, tmp_path, monkeypatch, change, capsys):
+    folder, _ = run(tmp_path, steps=12)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "--resume", str(folder), *change)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert change[0] in said and "keep" in said
+
+
+def test_a_world_that_does_not_start_again_is_one_line(toy, tmp_path, monkeypatch, capsys):
+    folder, _ = run(tmp_path, steps=12)
+
+    def reset(self, **rest):
+        raise scienceworld.Died("the simulator: no memory")
+
+    monkeypatch.setattr(Toy, "reset", reset)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "--resume", str(folder), "--steps", "24")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lge_drrn.py")]
+    assert len(said) == 1 and "no memory" in said[0] and "--resume" in said[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_run_on_the_gpu(toy, tmp_path, guide_folder):
+    """Runs, is resumed there and on the CPU, and there the memory is where numpy reads it."""
+    options = {"guide": str(guide_folder), "top_k": 2}
+    folder, summary = run(tmp_path, steps=12, device="cuda", **options)
+    assert summary["updates"] > 0
+    for steps, device in ((24, "cuda"), (36, "cpu")):
+        _, summary = run(tmp_path, resume=str(folder), steps=steps, device=device, **options)
+        assert summary["steps"] == steps and np.isfinite(logged(folder)[-1]["explorer/loss"])
 
 
 def test_a_dead_world_costs_its_episode_only(toy, tmp_path, monkeypatch):
@@ -407,18 +525,29 @@ def test_the_random_explorer_learns_nothing(toy, tmp_path):
 
 
 def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path, monkeypatch):
-    """D4, from what is pushed: an episode's transitions chain, and a cut-off one has the true next state."""
-    pushed, real = [], Replay.push
-    monkeypatch.setattr(Replay, "push", lambda self, *row, **rest: (pushed.append(row), real(self, *row, **rest))[1])
+    """D4, from what is pushed: an episode's transitions chain, and each has as next state what its step showed."""
+    pushed, stepped, cut, texts = [], [], [], []
+    push, step, make = Replay.push, Toy.step, Texts.__init__
+
+    def step_and_tell(self, action):
+        result = step(self, action)
+        stepped.append(result[4])
+        cut.append(result[3])
+        return result
+
+    monkeypatch.setattr(Replay, "push", lambda self, *row, **rest: (pushed.append(row), push(self, *row, **rest))[1])
+    monkeypatch.setattr(Texts, "__init__", lambda self, *rest: (texts.append(self), make(self, *rest))[1])
+    monkeypatch.setattr(lge_drrn, "greedy_play", lambda *rest: ({}, []))  # its steps are not remembered
+    monkeypatch.setattr(Toy, "step", step_and_tell)
     run(tmp_path, worlds=1, steps=60, step_limit=5, eval_every=60, explorer="random")
-    ended, length = True, 0
-    for before, row in zip([None, *pushed], pushed, strict=False):
-        length = 1 if ended else length + 1
-        if not ended:
-            assert row[0] == before[2]
-        ended = row[4] or length == 5
-        assert row[4] == (abs(row[3]) > 0)  # terminated only where the score came
-    assert any(not row[4] for row in pushed[4::5])
+    stepped, cut = stepped[-60:], cut[-60:]  # before them the vocabulary's
+    assert len(pushed) == 60 and any(cut) and any(row[4] for row in pushed)
+    begins = True
+    for before, row, info, is_cut in zip([None, *pushed], pushed, stepped, cut, strict=False):
+        assert row[2] == lge_drrn.view(info, texts[0]).state
+        assert begins or row[0] == before[2]
+        assert row[4] == (abs(row[3]) > 0) and not (row[4] and is_cut)  # terminated only where the score came
+        begins = row[4] or is_cut
 
 
 def test_the_copy_is_renewed_as_often_as_said(toy, tmp_path, monkeypatch):
