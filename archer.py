@@ -691,7 +691,7 @@ def save(run: Path, state: dict, actor, critic: Critic, buffer: list[Trajectory]
     write(temporary / "replay.jsonl", [vars(t) for t in buffer])
     torch.save(state, temporary / "state.pt")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
+    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
         shutil.rmtree(older)
 
 

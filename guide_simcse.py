@@ -203,7 +203,7 @@ def read_steps(records, variations: int, steps: int) -> list[Step]:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: P pairs of description and gold action, D distinct descriptions, A distinct actions of a batch
-# or the valid actions of a state, B texts, T their tokens, H hidden.
+# or (when ranking) the valid ones of a state, N distinct texts, B those encoded at once, T their tokens, H hidden.
 def contrastive_loss(cosine_PA: torch.Tensor, gold_P: torch.Tensor, negatives_PA: torch.Tensor, temperature: float):
     """E1: mean over pairs of -log of the gold action's share among itself and the negatives.
 
@@ -441,7 +441,7 @@ def save(run: Path, state: dict, encoder, tokenizer, args: Args) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         stop(f"{folder}: {str(error).splitlines()[0]}; make room; what has a checkpoint goes on with --resume {run}")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
+    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
         shutil.rmtree(older)
 
 

@@ -767,7 +767,7 @@ def save(run: Path, state: dict, model) -> None:
     model.tokenizer.save_pretrained(temporary / "actor")
     torch.save(state, temporary / "state.pt")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
+    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
         shutil.rmtree(older)
 
 
