@@ -1,6 +1,6 @@
 """Table 1 of ArCHer: six ways to learn from the same recorded dialogues, each for five seeds.
 
-    python benchmarks/table1.py                                  # hours; goes on where it was stopped
+    python benchmarks/table1.py                                  # an hour; goes on where it was stopped
     python benchmarks/table1.py --quick                          # seconds, and its figures mean nothing
     python benchmarks/table1.py --out docs/archer_offline_iql.md # puts the table between the file's two marks
 
