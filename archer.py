@@ -37,6 +37,7 @@ one distribution; padding cannot leak into positions; the gradients of actor and
 
 import copy
 import json
+import math
 import resource
 import shutil
 import signal
@@ -119,7 +120,9 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
     eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over tasks, at most so many of these
+    eval_episodes: int = (
+        314  # sampled dialogues of an evaluation, rounded to whole passes; fewer than tasks: of the first ones
+    )
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
 
@@ -197,7 +200,7 @@ def encode(tokenizer, text: str) -> list[int]:
 @lru_cache(maxsize=500_000)
 def turn_ids(tokenizer, action: str, reply: str, sampled: tuple[int, ...]) -> list[int]:
     """Token ids of a turn. Sampled ones (the last is the end of turn) stay where they spell what the world took."""
-    is_kept = tokenizer.decode(list(sampled[:-1])) == action
+    is_kept = action != "" and tokenizer.decode(list(sampled[:-1])) == action  # "": another vocabulary's decode to it
     return (list(sampled[:-1]) if is_kept else encode(tokenizer, action)) + encode(tokenizer, reply)
 
 
@@ -409,11 +412,18 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
 
 
 def load(auto, source: str, flag: str):
-    """A model, or its configuration, and its tokenizer, by Hugging Face name or local folder."""
+    """A model and its tokenizer, by Hugging Face name or local folder."""
     try:
-        return auto.from_pretrained(source), transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        stop(f"{flag} {source}: {str(error).splitlines()[0]}; give tiny, a local folder or a Hugging Face name")
+        model, found = auto.from_pretrained(source, output_loading_info=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
+            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
+        if not encode(tokenizer, "a"):
+            raise ValueError("no tokenizer")
+        return model, tokenizer
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        stop(f"{flag} {source}: {reason}; give tiny, a local folder or a Hugging Face name")
 
 
 def make_actor(args: Args, source: str, texts: list[str]):
@@ -495,7 +505,7 @@ def speak(actor, trunks, states, args: Args, generator, greedy: bool = False, me
     while open_BN.any() and len(tokens) < args.max_action_tokens:
         if tokens:
             visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
-            position = start_BN + len(tokens) - 1
+            position = (start_BN + len(tokens) - 1) * open_BN  # what has ended has no place in the context any more
             hidden_BNH, cache = forward(actor.base_model, tokens[-1], position, visible_BNT, cache, use_cache=True)
         logp_BNV = (head(hidden_BNH) / args.temperature).log_softmax(-1)
         if greedy:
@@ -683,15 +693,18 @@ def save(run: Path, state: dict, actor, critic: Critic, buffer: list[Trajectory]
     """A checkpoint: actor and critic as Hugging Face folders, the replay buffer as text, all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    for name, model in (("actor", actor), ("critic", critic.body)):
-        model.save_pretrained(temporary / name)
-    actor.tokenizer.save_pretrained(temporary / "actor")
-    critic.tokenizer.save_pretrained(temporary / "critic")
-    write(temporary / "replay.jsonl", [vars(t) for t in buffer])
-    torch.save(state, temporary / "state.pt")
+    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
+        shutil.rmtree(unfinished)
+    try:
+        for name, model, its in (("actor", actor, actor), ("critic", critic.body, critic)):
+            model.save_pretrained(temporary / name)
+            its.tokenizer.save_pretrained(temporary / name)
+        write(temporary / "replay.jsonl", [vars(t) for t in buffer])
+        torch.save(state, temporary / "state.pt")
+    except Exception as error:  # a full disk has another name in each of the libraries that write here
+        raise OSError(f"{folder}: {error}") from error
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
+    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
 
 
@@ -719,26 +732,22 @@ def main(args: Args) -> dict[str, float]:
     # --- the actor of a checkpoint, or a new one
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         actor = make_actor(args, str(checkpoint / "actor"), [])
         buffer = [Trajectory(**record) for record in read(checkpoint / "replay.jsonl")]
         logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
     else:
+        Path(args.runs).mkdir(parents=True, exist_ok=True)  # better to know now
         if args.critic not in ("tiny", "tiny-cls"):  # it is made after the warm start: better to know now
-            load(transformers.AutoConfig, args.critic, "--critic")
+            load(transformers.AutoModel, args.critic, "--critic")
         demonstrations = read_demonstrations(args, worlds.envs[0])
         texts = [t.observations[-1:] if append_only else t.observations for t in demonstrations[:3000]]
         actor = make_actor(args, args.actor, [text for part in texts for text in part])
         warm_start(actor, that_fit(demonstrations, actor, append_only, args), append_only, args, rng)
 
-    interrupted = []
-
-    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
-        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
-
-    signal.signal(signal.SIGINT, interrupt)
-
+    interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     if not args.resume:
         evaluation = evaluate(actor, args)
         buffer, _ = rollout(actor, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
@@ -751,7 +760,8 @@ def main(args: Args) -> dict[str, float]:
     value = float(np.mean([mc_returns(t.rewards, args.gamma)[0] for t in buffer]))  # D4
     source = str(checkpoint / "critic") if args.resume else args.critic
     critic = make_critic(args, source, actor, append_only, value)
-    target, start_actor = copy.deepcopy(critic).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
+    same = {id(critic.tokenizer): critic.tokenizer}  # not copied: texts are tokenised once for both
+    target, start_actor = copy.deepcopy(critic, same).requires_grad_(False), copy.deepcopy(actor).requires_grad_(False)
     width = actor.get_output_embeddings().weight.shape[1]
     baseline = mlp(width, width, 0.0).to(args.device)
     optimizer = torch.optim.AdamW([*actor.parameters(), *baseline.parameters()], lr=args.actor_lr, weight_decay=0.0)
@@ -771,7 +781,7 @@ def main(args: Args) -> dict[str, float]:
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # the saved state has brought back the old one
         rng.bit_generator.state = state["rng"][0]
         if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
-            generator.set_state(state["rng"][1].cpu())
+            generator.set_state(state["rng"][1])
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     for name in LOGS:
@@ -824,9 +834,12 @@ def main(args: Args) -> dict[str, float]:
             state["evaluation"] = evaluate(actor, args)
             metrics |= state["evaluation"]
         metrics["time/utterances_per_second"] = sum(map(len, played)) / (time.time() - began)
-        log(run, logs, writer, {"iteration": iteration} | metrics, critic, played[:4])
-        if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
-            checkpoint_now()
+        try:
+            log(run, logs, writer, {"iteration": iteration} | metrics, critic, played[:4])
+            if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
+                checkpoint_now()
+        except OSError as error:  # a full disk costs nothing that was learned
+            tqdm.write(f"not saved at iteration {iteration}: {error}".splitlines()[0])
         if interrupted:
             print(f"stopped; go on with: python archer.py --resume {run}")
             break
@@ -848,13 +861,14 @@ def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
     may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
     may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
+    above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
     for name, value in vars(args).items():
-        least = 0 if name in may_be_0 else 1
-        if type(value) is int and value < least:
-            stop(f"--{name.replace('_', '-')} {value}: give at least {least}")
-        if name in ("temperature", "keep") and value <= 0:
-            stop(f"--{name} {value}: give more than 0")
-    if args.width > 32 and args.width % (args.width // 32):
+        least = 0 if name in may_be_0 or type(value) is float else 1
+        most = 1 if name in shares else math.inf
+        if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
+            limits = f"{'more than' if name in above_0 else 'at least'} {least}" + " and at most 1" * (most == 1)
+            stop(f"--{name.replace('_', '-')} {value}: give {limits}")
+    if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     try:
         torch.zeros(1, device=args.device)
@@ -880,7 +894,7 @@ def read_demonstrations(args: Args, world) -> list[Trajectory]:
     print("\n".join(notes), end="\n" if notes else "")
     made = made or world.demonstrations(args.demonstrations, args.seed)
     if not made:
-        stop("--demonstrations 0: the tiny actor's vocabulary is trained on them; give at least one")
+        stop("--demonstrations 0: the warm start, and the tiny actor's vocabulary, need at least one")
     keys = ("observations", "actions", "rewards", "terminated", "answer")
     return [Trajectory(*(dialogue[key] for key in keys)) for dialogue in made]
 
@@ -943,8 +957,16 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     settings = SETTINGS.get(args.env, {})
     if folder := args.resume or args.play:  # its own arguments hold, unless given anew
-        newest_checkpoint(folder, "--resume" if args.resume else "--play")
-        settings = json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))
+        try:
+            settings = asdict(Args(**json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            stop(f"--resume, --play {folder}: {error}; give the folder of a run of this script")
     args = tyro.cli(Args, default=Args(**settings))
+    for name in ("env", "seed", "actor", "critic", "width", "layers", "vocabulary", "superwords", "dataset"):
+        if args.resume and getattr(args, name) != settings[name]:
+            stop(f"--{name}: the run has {settings[name]} and must keep it")
     check(args)
-    play(args) if args.play else main(args)
+    try:
+        play(args) if args.play else main(args)
+    except OSError as error:
+        stop(f"{error}; a run that has a checkpoint goes on with --resume")

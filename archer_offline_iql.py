@@ -36,6 +36,7 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
 
 import copy
 import json
+import math
 import resource
 import shutil
 import signal
@@ -174,7 +175,7 @@ def encode(tokenizer, text: str) -> list[int]:
 @lru_cache(maxsize=500_000)
 def turn_ids(tokenizer, action: str, reply: str, sampled: tuple[int, ...]) -> list[int]:
     """Token ids of a turn. Sampled ones (the last is the end of turn) stay where they spell what the world took."""
-    is_kept = tokenizer.decode(list(sampled[:-1])) == action
+    is_kept = action != "" and tokenizer.decode(list(sampled[:-1])) == action  # "": another vocabulary's decode to it
     return (list(sampled[:-1]) if is_kept else encode(tokenizer, action)) + encode(tokenizer, reply)
 
 
@@ -292,6 +293,7 @@ def effective_samples(weight_N: torch.Tensor) -> torch.Tensor:
     >>> effective_samples(torch.tensor([1.0, 0.0])).item()
     0.5
     """
+    weight_N = weight_N / weight_N.max().clamp(min=1e-30)  # their squares may not fit into a float32
     return weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum()).clamp(min=1e-30)
 
 
@@ -411,11 +413,18 @@ def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
 
 
 def load(auto, source: str, flag: str):
-    """A model, or its configuration, and its tokenizer, by Hugging Face name or local folder."""
+    """A model and its tokenizer, by Hugging Face name or local folder."""
     try:
-        return auto.from_pretrained(source), transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        stop(f"{flag} {source}: {str(error).splitlines()[0]}; give tiny, a local folder or a Hugging Face name")
+        model, found = auto.from_pretrained(source, output_loading_info=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
+            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
+        if not encode(tokenizer, "a"):
+            raise ValueError("no tokenizer")
+        return model, tokenizer
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        stop(f"{flag} {source}: {reason}; give tiny, a local folder or a Hugging Face name")
 
 
 def make_actor(args: Args, source: str, texts: list[str]):
@@ -475,7 +484,7 @@ def speak(actor, trunks, states, args: Args, generator, greedy: bool = False, me
     while open_BN.any() and len(tokens) < args.max_action_tokens:
         if tokens:
             visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
-            position = start_BN + len(tokens) - 1
+            position = (start_BN + len(tokens) - 1) * open_BN  # what has ended has no place in the context any more
             hidden_BNH, cache = forward(actor.base_model, tokens[-1], position, visible_BNT, cache, use_cache=True)
         logp_BNV = (head(hidden_BNH) / args.temperature).log_softmax(-1)
         if greedy:
@@ -657,17 +666,20 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def save(run: Path, state: dict, actor, critic: Critic) -> None:
-    """A checkpoint: actor and critic as Hugging Face folders, all else in state.pt."""
+def save(run: Path, state: dict, actor) -> None:
+    """A checkpoint: the actor as a Hugging Face folder, all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    for name, model in (("actor", actor), ("critic", critic.body)):
-        model.save_pretrained(temporary / name)
-        actor.tokenizer.save_pretrained(temporary / name)
-    torch.save(state, temporary / "state.pt")
+    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
+        shutil.rmtree(unfinished)
+    try:
+        actor.save_pretrained(temporary / "actor")
+        actor.tokenizer.save_pretrained(temporary / "actor")
+        torch.save(state, temporary / "state.pt")
+    except Exception as error:  # a full disk has another name in each of the libraries that write here
+        raise OSError(f"{folder}: {error}") from error
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
+    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
 
 
@@ -695,7 +707,7 @@ def main(args: Args) -> dict[str, float]:
     state, logs = {"iteration": 0}, {name: [] for name in LOGS}
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         actor = make_actor(args, str(checkpoint / "actor"), [])
         data = [Trajectory(**record) for record in read(run / "dataset.jsonl")]
@@ -715,7 +727,7 @@ def main(args: Args) -> dict[str, float]:
     value = float(np.mean([g for t in data for g in mc_returns(t.rewards, args.gamma)]))  # D3
     critic = Critic(copy.deepcopy(actor.base_model), actor.tokenizer, world.append_only, value)  # D2
     critic = critic.to(args.device).eval()
-    target = copy.deepcopy(critic).requires_grad_(False)
+    target = copy.deepcopy(critic, {id(actor.tokenizer): actor.tokenizer}).requires_grad_(False)  # texts: once for both
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     modules = {"critic": critic, "target": target, "optimizer": optimizer, "critic_optimizer": critic_optimizer}
@@ -724,18 +736,15 @@ def main(args: Args) -> dict[str, float]:
             module.load_state_dict(state["modules"][name])
         rng.bit_generator.state = state["rng"][0]
         if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
-            generator.set_state(state["rng"][1].cpu())
+            generator.set_state(state["rng"][1])
 
-    interrupted = []
-
-    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
-        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
+    interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
 
     def checkpoint_now():
         state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
         state["modules"] = {name: module.state_dict() for name, module in modules.items()}
         state["rng"] = rng.bit_generator.state, generator.get_state()  # models are made at the start: torch's own rests
-        save(run, state, actor, critic)
+        save(run, state, actor)
 
     def draw(dialogues: list[Trajectory]) -> list[Trajectory]:
         return [dialogues[i] for i in rng.integers(len(dialogues), size=args.batch)]
@@ -744,7 +753,7 @@ def main(args: Args) -> dict[str, float]:
         done = state["iteration"] * updates + update
         return min(1, (done + 1) / 50) * (1 - done / (args.iterations * updates)) if args.anneal_lr else 1.0
 
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     if not args.resume:
         few = replace(args, eval_episodes=min(args.eval_episodes, 100))  # it has learned nothing yet
         state["evaluation"], _ = evaluate(actor, critic, known, few)
@@ -757,7 +766,7 @@ def main(args: Args) -> dict[str, float]:
     if not args.resume:
         checkpoint_now()
     print(
-        f"{run}: {len(data)} dialogues, return {data_return:.2f}; the actor starts at {state['warm_start_return']:.2f}"
+        f"{run}: {len(data)} dialogues return {data_return:.2f}, the untrained actor {state['warm_start_return']:.2f}"
     )
 
     # --- iterations
@@ -783,9 +792,12 @@ def main(args: Args) -> dict[str, float]:
         if iteration % args.eval_every == 0 or iteration == args.iterations:
             state["evaluation"], played = evaluate(actor, critic, known, args)
             metrics |= state["evaluation"]
-        log(run, logs, writer, metrics, critic, played[:8])
-        if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
-            checkpoint_now()
+        try:
+            log(run, logs, writer, metrics, critic, played[:8])
+            if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
+                checkpoint_now()
+        except OSError as error:  # a full disk costs nothing that was learned
+            tqdm.write(f"not saved at iteration {iteration}: {error}".splitlines()[0])
         if interrupted:
             print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
             break
@@ -807,13 +819,14 @@ def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
     may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
     may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
+    above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
     for name, value in vars(args).items():
-        least = 0 if name in may_be_0 else 1
-        if type(value) is int and value < least:
-            stop(f"--{name.replace('_', '-')} {value}: give at least {least}")
-        if name in ("temperature", "keep") and value <= 0:
-            stop(f"--{name} {value}: give more than 0")
-    if args.width > 32 and args.width % (args.width // 32):
+        least = 0 if name in may_be_0 or type(value) is float else 1
+        most = 1 if name in shares else math.inf
+        if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
+            limits = f"{'more than' if name in above_0 else 'at least'} {least}" + " and at most 1" * (most == 1)
+            stop(f"--{name.replace('_', '-')} {value}: give {limits}")
+    if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     try:
         torch.zeros(1, device=args.device)
@@ -873,7 +886,16 @@ def play(args: Args) -> None:
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if folder := args.resume or args.play:  # its own arguments hold, unless given anew
-        newest_checkpoint(folder, "--resume" if args.resume else "--play")
-        args = tyro.cli(Args, default=Args(**json.loads(Path(folder, "args.json").read_text(encoding="utf-8"))))
+        try:
+            saved = Args(**json.loads(Path(folder, "args.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            stop(f"--resume, --play {folder}: {error}; give the folder of a run of this script")
+        args = tyro.cli(Args, default=saved)
+        for name in ("env", "seed", "actor", "width", "layers", "vocabulary", "superwords", "dataset", "mix"):
+            if args.resume and getattr(args, name) != getattr(saved, name):
+                stop(f"--{name}: the run has {getattr(saved, name)} and must keep it")
     check(args)
-    play(args) if args.play else main(args)
+    try:
+        play(args) if args.play else main(args)
+    except OSError as error:
+        stop(f"{error}; a run that has a checkpoint goes on with --resume")

@@ -433,15 +433,15 @@ def save(run: Path, state: dict, encoder, tokenizer, args: Args) -> None:
     """A checkpoint: the guide, and all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
+        shutil.rmtree(unfinished)
     try:
         save_guide(temporary / "guide", encoder, tokenizer, args)
         torch.save(state, temporary / "state.pt")
     except Exception as error:  # a full disk has another name in each of the libraries that write here
-        shutil.rmtree(temporary, ignore_errors=True)
         stop(f"{folder}: {str(error).splitlines()[0]}; make room; what has a checkpoint goes on with --resume {run}")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
+    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
 
 
@@ -483,9 +483,9 @@ def main(args: Args) -> dict[str, float]:
         stop(f"--env {args.env}: the guide knows the world scienceworld and no other")
     for name, value in vars(args).items():
         least = "0 or more" if name in ("seed", "train_variations", "eval_steps", "eval_every") else "above 0"
-        if type(value) in (int, float) and (value < 0 or (value == 0 and least == "above 0")):
+        if type(value) in (int, float) and (not value >= 0 or (value == 0 and least == "above 0")):
             stop(f"--{name.replace('_', '-')} {value}: must be {least}")
-    if args.width % max(1, args.width // 32):
+    if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     started, cpu_started = time.time(), time.process_time()
     torch.set_num_threads(args.threads)
@@ -515,20 +515,12 @@ def main(args: Args) -> dict[str, float]:
         optimizer.load_state_dict(state["optimizer"])
         rng.bit_generator.state = state["rng"]
 
-    interrupted = []
-
-    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
-        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
+    interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
 
     def checkpoint_now():
         state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
         state["optimizer"], state["rng"] = optimizer.state_dict(), rng.bit_generator.state
         save(run, state, encoder, tokenizer, args)
-
-    def draw() -> list[tuple[str, str, str]]:
-        if args.sampling == "balanced":
-            return balanced_tuples(examples, args, rng)
-        return [examples.tuples[i] for i in rng.integers(len(examples.tuples), size=args.batch)]
 
     def evaluate_now() -> dict[str, dict[str, float]]:
         scores, shown = rank_steps(encoder, tokenizer, steps, args), set()
@@ -539,7 +531,7 @@ def main(args: Args) -> dict[str, float]:
                 logs["rankings.jsonl"].append(line | {"best": best_actions(step, score_A)})
         return by_task(steps, scores)
 
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     if not args.resume:
         Path(args.runs).mkdir(parents=True, exist_ok=True)  # better to know now: the ranking takes its time
         state["untrained"] = evaluate_now()
@@ -563,7 +555,10 @@ def main(args: Args) -> dict[str, float]:
         for k in range(args.updates):
             done = (iteration - 1 + (k + 1) / (args.updates + 1)) / args.iterations  # above 0, below 1
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 10 * done) * (1 - done)  # up, then down to zero
-            tuples = draw()
+            if args.sampling == "balanced":
+                tuples = balanced_tuples(examples, args, rng)
+            else:
+                tuples = [examples.tuples[i] for i in rng.integers(len(examples.tuples), size=args.batch)]
             learned += len(tuples)
             rows.append(update(encoder, tokenizer, optimizer, tuples, examples.gold, args))
         encoder.eval()
@@ -641,9 +636,14 @@ def show_ranking(args: Args) -> None:
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.resume:  # its own arguments hold, unless given anew
-        newest_checkpoint(args.resume, "--resume")
-        text = Path(args.resume, "args.json").read_text(encoding="utf-8")
-        args = tyro.cli(Args, default=Args(**json.loads(text)))
+        try:
+            saved = Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            stop(f"--resume {args.resume}: {error}; give the folder of a run of this script")
+        args = tyro.cli(Args, default=saved)
+        for name in ("seed", "encoder", "pooling", "max_tokens", "width", "layers"):
+            if getattr(args, name) != getattr(saved, name):
+                stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     try:
         show_ranking(args) if args.rank else main(args)
     except OSError as error:

@@ -191,8 +191,7 @@ class Replay:
         share, (first, second) = int(self.fraction * size), self.sizes()
         prior = min(share, first)
         rest = min(size - (prior if fill else share), second)
-        drawn = rng.choice(first, prior, False), self.starts[1] + rng.choice(second, rest, False)
-        rows = np.concatenate(drawn).astype(int)
+        rows = np.append(rng.choice(first, prior, False), self.starts[1] + rng.choice(second, rest, False)).astype(int)
         return self.numbers[rows], torch.from_numpy(self.figures[rows]), [self.next_actions[row] for row in rows]
 
     def state_dict(self) -> dict:
@@ -548,10 +547,9 @@ def main(args: Args) -> dict[str, float]:
             replay.push(before.state, chosen[i], after.state, reward, terminated, next_actions, is_prior)  # D4
             if terminated or truncated:
                 state["episodes"] += 1
-                figures["rollout/score"].append(max(info["score"], 0))
-                figures["rollout/success"].append(info["score"] >= 100)
-                figures["rollout/failure"].append(info["score"] < 0)
-                figures["rollout/length"].append(info["episode"]["length"])
+                ended = {"score": max(info["score"], 0), "success": info["score"] >= 100, "failure": info["score"] < 0}
+                for name, figure in (ended | {"length": info["episode"]["length"]}).items():
+                    figures[f"rollout/{name}"].append(figure)
 
         # 4. the books
         state["step"] = step
@@ -607,10 +605,10 @@ def checked(args: Args) -> Args:
     if problem := envs.missing(args.env):
         stop(problem)
     for name, value in vars(args).items():
-        if type(value) is int and value < (name != "seed"):
+        if type(value) in (int, float) and not value >= (type(value) is int and name != "seed"):
             stop(f"--{name.replace('_', '-')} {value}: must be above 0")
-    if not (0 <= args.epsilon <= 1 and args.batch <= args.memory * (1 - args.priority_fraction) <= args.memory):
-        stop("--epsilon, --priority-fraction: give 0 to 1; without that fraction --memory must still hold a --batch")
+    if not (max(args.epsilon, args.gamma) <= 1 and 0 <= args.priority_fraction <= 1 - args.batch / args.memory):
+        stop("--epsilon, --gamma, --priority-fraction: give 0 to 1; without that fraction --memory must hold a --batch")
     try:
         torch.zeros(1, device=args.device)
     except (AssertionError, RuntimeError) as error:
@@ -638,10 +636,12 @@ def report(run: Path, logs: dict[str, list], writer, metrics: dict[str, float]) 
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.resume:  # its own arguments hold, unless given anew
-        newest_checkpoint(args.resume, "--resume")
-        saved = Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8")))
+        try:
+            saved = Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            stop(f"--resume {args.resume}: {error}; give the folder of a run of this script")
         args = tyro.cli(Args, default=saved)
-        for name in ("hidden", "q_hidden", "memory", "priority_fraction"):
+        for name in ("seed", "hidden", "q_hidden", "vocabulary", "memory", "priority_fraction"):
             if getattr(args, name) != getattr(saved, name):
                 stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     try:

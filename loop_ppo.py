@@ -27,12 +27,13 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
       exchanged for others (--exchanged 0): large models bring that along.
   D4  It learns on all difficulties (--max-difficulty 2): of a small model what is not trained on decays.
   D5  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
-From the release: the lower bound 1/(1+eps) (--lower-bound over), gradients clipped to 0.1 (--max-grad-norm).
+Switches to the authors' release: --lower-bound over (1/(1+eps) instead of 1-eps), --max-grad-norm 0.1, --clip 0.1.
 """
 
 import copy
 import inspect
 import json
+import math
 import re
 import resource
 import shutil
@@ -40,6 +41,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -87,7 +89,7 @@ class Args:
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
     demonstrations: int = 16_000  # solutions of a scripted player for the warm start; 0 only with another --model
     exchanged: float = 0.25  # share of these in which words are exchanged, if the model is tiny (D3)
-    warm_start_epochs: int = 3  # passes over the demonstrations; 0 leaves the model as it is
+    warm_start_epochs: int = 3  # passes over the demonstrations; 0: none
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
     warm_start_batch: int = 16  # solutions in an update of the warm start
 
@@ -148,7 +150,7 @@ METRICS = {
     "habit/gave_up": "share of rollouts that completed the task right after a failed call",
     "update/filtered": "share of groups whose rollouts all earned the same; at 1 nothing is learned",
     "update/sampler_gap": "largest |log-prob at sampling - at scoring|, nats; above 0.01 (float32) something is wrong",
-    "update/loss": "E2, negative; its size means little",
+    "update/loss": "E2, negative, mean over micro-batches; its size means little",
     "update/ratio": "largest ratio w of the iteration",
     "update/clipped": "share of tokens that E2 gives no gradient; near 0 the clip does nothing",
     "update/log_ratio": "log pi/pi_old, mean over a minibatch's rollouts, nats; beyond --max-log-ratio it stops",
@@ -300,7 +302,7 @@ class Column(DynamicLayer):
 
     def __init__(self, memory: "Memory"):
         super().__init__()
-        self.memory = memory
+        self.memory = weakref.proxy(memory)  # else both would stay until the garbage collector comes
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Writes [B, heads, Q, D] at the memory's rows and columns; returns all columns so far of these rows."""
@@ -377,11 +379,18 @@ def make_vocabulary(texts: list[str], size: int):
 
 
 def load(auto, source: str, flag: str):
-    """A model, or its configuration, and its tokenizer, by Hugging Face name or local folder."""
+    """A model and its tokenizer, by Hugging Face name or local folder."""
     try:
-        return auto.from_pretrained(source), transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        stop(f"{flag} {source}: {str(error).splitlines()[0]}; give tiny, a local folder or a Hugging Face name")
+        model, found = auto.from_pretrained(source, output_loading_info=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
+            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
+        if not encode(tokenizer, "a"):
+            raise ValueError("no tokenizer")
+        return model, tokenizer
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        stop(f"{flag} {source}: {reason}; give tiny, a local folder or a Hugging Face name")
 
 
 def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
@@ -441,10 +450,8 @@ def start_world(world, task: int, seed: int) -> tuple[str, str, str]:
     try:
         observation, info = world.reset(seed=seed, options={"index": task})
         return observation, info["answer"], "ended"
-    except envs.WorldBroken as error:
+    except (envs.WorldBroken, envs.Unavailable) as error:
         return "", str(error), "broken"
-    except envs.Unavailable as error:
-        stop(str(error))
 
 
 def step_world(world, observation: str, action: str) -> tuple[str, dict]:
@@ -472,6 +479,8 @@ def rollout(model, worlds, tasks: list[int], seeds: list[int], args: Args, gener
         for task, (text, answer, fate) in zip(tasks, starts, strict=True)
     ]
     texts = [text for text, _, _ in starts]  # what each world shows
+    if all(fate == "broken" for *_, fate in starts):
+        stop(f"--env {args.env}: no world starts: {starts[0][1]}")
 
     def has_room(t: Trajectory) -> bool:
         return len(t.ids) + args.max_action_tokens <= args.context
@@ -523,7 +532,7 @@ def rollout(model, worlds, tasks: list[int], seeds: list[int], args: Args, gener
         if going:
             memory.read([played[rows[b]].ids[int(memory.length_B[b]) :] for b in going], going)
         writing |= {rows[b]: len(played[rows[b]].ids) for b in going}
-    pool.shutdown()  # waits for worlds that still step
+    pool.shutdown()
     for i in set(range(len(played))) - over:
         played[i].fate = "dropped"
     return played
@@ -531,10 +540,10 @@ def rollout(model, worlds, tasks: list[int], seeds: list[int], args: Args, gener
 
 def has_enough(played: list[Trajectory], over: set[int], args: Args) -> bool:
     """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
-    tasks = [t.task for t in played]
-    ended = Counter(tasks[i] for i in over)
-    each = all(ended[task] >= min(args.finish_each, number) for task, number in Counter(tasks).items())
-    return each and len(over) >= args.finish_all * len(played)
+    whole = [i for i, t in enumerate(played) if t.fate != "broken"]  # nobody waits for the others
+    ended, tasks = (Counter(played[i].task for i in part) for part in (over & {*whole}, whole))
+    each = all(ended[task] >= min(args.finish_each, number) for task, number in tasks.items())
+    return each and ended.total() >= args.finish_all * len(whole)
 
 
 # ---------------------------------------------------------- 6. updates
@@ -698,7 +707,8 @@ def evaluate(model, args: Args, split: str) -> dict[str, float]:
     worlds = make_worlds(args, 1, split)
     N = min(worlds[0].num_tasks, args.eval_episodes or sys.maxsize)
     worlds += make_worlds(args, min(N, args.eval_batch) - 1, split)
-    scenarios = getattr(worlds[0], "scenarios", range(N))
+    scenarios = getattr(worlds[0], "scenarios", range(worlds[0].num_tasks))
+    whole = {scenarios[i] for i in range(N)} - {scenarios[i] for i in range(N, worlds[0].num_tasks)}
     is_question, metrics = getattr(worlds[0], "is_question", [False] * N), {}
     for suffix in ("", "_greedy"):
         generator, played = torch.Generator(args.device).manual_seed(0), []
@@ -708,7 +718,7 @@ def evaluate(model, args: Args, split: str) -> dict[str, float]:
         failed = {scenarios[t.task] for t in played if not t.success}
         asked = [t.success for t in played if is_question[t.task]]
         figures = {"return": np.mean([sum(t.rewards) for t in played]), "success": np.mean([t.success for t in played])}
-        figures["scenarios"] = 1 - len(failed) / len({scenarios[t.task] for t in played})
+        figures |= {"scenarios": 1 - len(failed & whole) / len(whole)} if whole else {}
         figures |= {"questions": np.mean(asked)} if asked else {}
         metrics |= {f"{key}{suffix}": float(value) for key, value in figures.items()}
     if hasattr(worlds[0], "no_op_returns"):
@@ -723,12 +733,13 @@ def behaviour(played: list[Trajectory]) -> dict[str, float]:
     turns = [action for t in played for action in t.actions]
     said = ["\n".join(t.actions).lower() for t in played]
     last = [(t.replies[-2], t.actions[-1]) for t in played if len(t) > 1]
+    ended = [t for t in played if t.fate == "ended"]  # of the others the return is not known
     metrics = {
-        "rollout/return": [sum(t.rewards) for t in played],
-        "rollout/success": [t.success for t in played],
+        "rollout/return": [sum(t.rewards) for t in ended],
+        "rollout/success": [t.success for t in ended],
         "rollout/length": [len(t) for t in played],
         "rollout/tokens": [len(t.logps) for t in played],
-        "rollout/truncated": [t.fate == "ended" and not t.terminated for t in played],
+        "rollout/truncated": [not t.terminated for t in ended],
         "rollout/entropy": [-np.mean(t.logps) for t in played if t.logps],
         "rollout/dropped": [t.fate == "dropped" for t in played],
         "rollout/broken": [t.fate == "broken" for t in played],
@@ -762,12 +773,16 @@ def save(run: Path, state: dict, model) -> None:
     """A checkpoint: the model, or its adapters, as a Hugging Face folder, all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary / "actor")
-    model.tokenizer.save_pretrained(temporary / "actor")
-    torch.save(state, temporary / "state.pt")
+    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
+        shutil.rmtree(unfinished)
+    try:
+        model.save_pretrained(temporary / "actor")
+        model.tokenizer.save_pretrained(temporary / "actor")
+        torch.save(state, temporary / "state.pt")
+    except Exception as error:  # a full disk has another name in each of the libraries that write here
+        raise OSError(f"{folder}: {error}") from error
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
+    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
         shutil.rmtree(older)
 
 
@@ -788,18 +803,20 @@ def main(args: Args) -> dict[str, float]:
     check(args)
     if args.rollouts < 2:
         stop("--rollouts 1: a rollout is judged by the others of its task; give at least 2")
+    if args.lora and args.model == "tiny":
+        stop("--lora: the tiny model is trained whole; give a --model")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     worlds = make_worlds(args, args.tasks * args.rollouts, "train")
     difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
     trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]
-    splits = ["dev", "test-normal", "test-challenge"] if "split" in options_of(worlds[0]) else ["dev"]
+    splits = ["dev", "test-normal", "test-challenge"] if hasattr(worlds[0], "split") else ["dev"]
 
     # --- the model of a checkpoint, or a new one
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
+        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         model = make_model(args, [], checkpoint)
         logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
@@ -814,13 +831,8 @@ def main(args: Args) -> dict[str, float]:
             shown = exchange_words(shown, model.tokenizer, args.exchanged, rng)
         warm_start(model, shown, args.warm_start_epochs, args, rng)
 
-    interrupted = []
-
-    def interrupt(*_):  # Ctrl-C ends the iteration that it falls into; a second one aborts
-        interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler))
-
-    signal.signal(signal.SIGINT, interrupt)
-
+    interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     if not args.resume:
         evaluations = {split: evaluate(model, args, split) for split in splits}
         state = {"iteration": 0, "episodes": 0, "warm_start": evaluations, "evaluation": evaluations["dev"]}
@@ -847,7 +859,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the saved state has brought back the old one
         rng.bit_generator.state = state["rng"][0]
         if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
-            generator.set_state(state["rng"][1].cpu())
+            generator.set_state(state["rng"][1])
     run.mkdir(parents=True, exist_ok=True)
     write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     for name in LOGS:
@@ -883,9 +895,12 @@ def main(args: Args) -> dict[str, float]:
         if iteration % args.eval_every == 0 or iteration == args.iterations:
             state["evaluation"] = evaluate(model, args, "dev")
             metrics |= {f"eval/{key}": value for key, value in state["evaluation"].items()}
-        log(run, logs, writer, {"iteration": iteration} | metrics, played)
-        if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
-            checkpoint_now()
+        try:
+            log(run, logs, writer, {"iteration": iteration} | metrics, played)
+            if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
+                checkpoint_now()
+        except OSError as error:  # a full disk costs nothing that was learned
+            tqdm.write(f"not saved at iteration {iteration}: {error}".splitlines()[0])
         if interrupted:
             print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
             break
@@ -915,13 +930,14 @@ def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
     may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
     may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
+    above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
     for name, value in vars(args).items():
-        least = 0 if name in may_be_0 else 1
-        if type(value) is int and value < least:
-            stop(f"--{name.replace('_', '-')} {value}: give at least {least}")
-        if name in ("temperature", "keep") and value <= 0:
-            stop(f"--{name} {value}: give more than 0")
-    if args.width > 32 and args.width % (args.width // 32):
+        least = 0 if name in may_be_0 or type(value) is float else 1
+        most = 1 if name in shares else math.inf
+        if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
+            limits = f"{'more than' if name in above_0 else 'at least'} {least}" + " and at most 1" * (most == 1)
+            stop(f"--{name.replace('_', '-')} {value}: give {limits}")
+    if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     try:
         torch.zeros(1, device=args.device)
@@ -929,15 +945,10 @@ def check(args: Args) -> None:
         stop(f"--device {args.device}: {str(error).splitlines()[0]}")
 
 
-def options_of(world) -> list[str]:
-    """What a world of this kind can be made with."""
-    return list(inspect.signature(type(world)).parameters)
-
-
 def make_worlds(args: Args, n: int, split: str) -> list:
     """n worlds of a split, which a world without splits takes for all its tasks."""
     try:
-        known = options_of(envs.make(args.env)) if n else ()
+        known = inspect.signature(type(envs.make(args.env))).parameters if n else ()
         options = {key: value for key, value in {"split": split, "reward": args.reward}.items() if key in known}
         worlds = [envs.make(args.env, **options) for _ in range(n)]
     except (ValueError, envs.Unavailable) as error:
@@ -948,7 +959,7 @@ def make_worlds(args: Args, n: int, split: str) -> list:
 
 
 def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], played: list[Trajectory]) -> None:
-    """The metrics to TensorBoard, metrics.jsonl and the terminal; four rollouts to rollouts.jsonl."""
+    """The metrics to TensorBoard, a file and the terminal; some rollouts, and all that did not end, to another file."""
     iteration = metrics["iteration"]
     shown = {"return": "rollout/return", "success": "rollout/success", "no-op": "rollout/no_op"}
     shown |= {"filtered": "update/filtered", "entropy": "rollout/entropy", "turns": "rollout/length"}
@@ -959,7 +970,7 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], pla
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)
-    for t in played[:: max(1, len(played) // 4)]:
+    for t in [*played[:: max(1, len(played) // 4)], *(t for t in played if t.fate != "ended")]:
         turns = [{"action": action, "reply": reply} for action, reply in zip(t.actions, t.replies, strict=True)]
         about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "success": t.success}
         logs["rollouts.jsonl"].append(about | {"fate": t.fate, "start": t.start, "turns": turns})
@@ -970,7 +981,15 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], pla
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if args.resume:  # the run's own arguments hold, unless given anew
-        newest_checkpoint(args.resume, "--resume")
-        saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-        args = tyro.cli(Args, default=Args(**saved))
-    main(args)
+        try:
+            saved = Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            stop(f"--resume {args.resume}: {error}; give the folder of a run of this script")
+        args = tyro.cli(Args, default=saved)
+        for name in ("env", "seed", "model", "width", "layers", "vocabulary", "lora", "lora_rank"):
+            if getattr(args, name) != getattr(saved, name):
+                stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
+    try:
+        main(args)
+    except OSError as error:
+        stop(f"{error}; a run that has a checkpoint goes on with --resume")

@@ -1,10 +1,13 @@
 """What holds for every script and for README. A new script is tested here by lying where SCRIPTS looks."""
 
 import ast
+import importlib
 import io
 import json
+import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -17,6 +20,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 import envs
 
@@ -25,9 +29,9 @@ SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py")])
 SOURCES = [*SCRIPTS, *sorted(ROOT.glob("envs/*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
 MAX_LINES = defaultdict(lambda: 650, {"archer_offline_iql.py": 600})
 TOO_LONG = {
-    "archer.py": "about 870 lines, to be cut to 650",
-    "archer_offline_iql.py": "about 850, to be cut to 600",
-    "loop_ppo.py": "about 900, to be cut to 650",
+    "archer.py": "about 970 lines, to be cut to 650",
+    "archer_offline_iql.py": "about 900, to be cut to 600",
+    "loop_ppo.py": "about 1,000, to be cut to 650",
 }  # strict: an entry must go when it is no longer true
 MIN_COMMENTS = 0.10
 OPTIONAL = ["peft"]  # imported where a switch asks for them; a script says in one line if they are missing
@@ -595,6 +599,63 @@ def test_killed_and_resumed_to_the_bit(script, tmp_path):
     name = SAMPLES[script.stem]
     assert (folder / name).read_text() == (other / name).read_text()
     assert not list(folder.rglob("*.tmp"))
+
+
+def one_line(script: Path, capsys, *options) -> str:
+    """What the command line says when it refuses to run: a line, and exit code 2. In this process, for speed."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as error:
+        patch.setattr(sys, "argv", [script.name, *map(str, options)])
+        runpy.run_path(str(script), run_name="__main__")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and said.startswith(f"{script.name}: ")
+    return said
+
+
+@each_script
+def test_a_resumed_run_does_not_say_that_it_is_another(script, tiny_run, capsys):
+    """What was settled when it began cannot be changed any more, and is not written into args.json."""
+    folder = tiny_run(script)
+    kept = (folder / "args.json").read_text()
+    for flag in ("--seed", "--hidden" if script.stem == "lge_drrn" else "--width"):
+        said = one_line(script, capsys, "--resume", folder, flag, 96)
+        assert flag in said and "must keep" in said
+    assert (folder / "args.json").read_text() == kept
+
+
+@each_script
+def test_a_folder_that_is_no_run_of_the_script_is_one_line(script, tiny_run, tmp_path, capsys):
+    folder = shutil.copytree(tiny_run(script), tmp_path / "other")
+    (folder / "args.json").write_text('{"flavour": 1}')
+    assert "flavour" in one_line(script, capsys, "--resume", folder)
+    (folder / "args.json").write_text("{")
+    assert str(folder) in one_line(script, capsys, "--resume", folder)
+
+
+@each_script
+def test_numbers_that_no_run_can_be_made_with_are_one_line(script, capsys):
+    skip_without_world(script)
+    wrong = {"lr": -1, "actor_lr": -1, "gamma": 1.5, "polyak": -1, "temperature": math.nan, "max_grad_norm": -1}
+    wrong |= {"threads": 0, "keep": 2, "width": 99, "finish_all": 3, "epsilon": 7}
+    module = importlib.import_module(script.stem)
+    for name in wrong.keys() & args_of(script).keys():
+        with pytest.raises(SystemExit) as error:
+            module.main(module.Args(**{name: wrong[name]}))
+        (said,) = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and f"--{name.replace('_', '-')}" in said
+
+
+@each_script
+def test_weights_that_are_missing_are_not_drawn_at_random(script, tiny_run, tmp_path, capsys):
+    """In a checkpoint; lge_drrn.py saves no folder of another library."""
+    if script.stem == "lge_drrn":
+        return
+    folder = shutil.copytree(tiny_run(script), tmp_path / "run")
+    (weights,) = folder.glob(f"checkpoints/*/{'guide' if script.stem == 'guide_simcse' else 'actor'}/model.safetensors")
+    tensors = safetensors.torch.load_file(weights)
+    del tensors[sorted(name for name in tensors if "pooler" not in name)[-1]]
+    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+    assert "no weights for" in one_line(script, capsys, "--resume", folder, "--iterations", 4)
 
 
 @each_script
