@@ -811,7 +811,8 @@ def main(args: Args) -> dict[str, float]:
     worlds = make_worlds(args, args.tasks * args.rollouts, "train")
     difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
     trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]
-    splits = ["dev", "test-normal", "test-challenge"] if hasattr(worlds[0], "split") else ["dev"]
+    has_splits = "split" in inspect.signature(type(worlds[0])).parameters
+    splits = ["dev", "test-normal", "test-challenge"] if has_splits else ["dev"]
 
     # --- the model of a checkpoint, or a new one
     if args.resume:

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 import tyro
 from tables import check, insert, interval, read_lines, stop, write_lines
@@ -71,15 +72,16 @@ def finished(folder: Path) -> Path | None:
     return None
 
 
-def group_of(args: Args) -> str:
-    """Other options, other runs: the name of the folder that holds them."""
-    return re.sub(r"[^\w.=-]+", "_", (QUICK if args.quick else args.options).strip()) or "default"
+def group_of(args: Args, guide: str) -> str:
+    """Other options or another guide, other runs: the name of the folder that holds them."""
+    options = quote((QUICK if args.quick else args.options).strip(), safe="=") or "default"
+    return options if guide == "none" else f"{options}__{Path(guide).resolve().parent.name}"
 
 
 def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     """Runs one cell, or goes on with it, unless it has ended before; the folder of its run."""
     options = QUICK if args.quick else args.options
-    folder = args.runs / group_of(args) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
+    folder = args.runs / group_of(args, guide) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
     if run := finished(folder):
         return run
     command = [sys.executable, str(SCRIPT), "--task", task, "--seed", str(seed), "--guide", guide]
@@ -135,7 +137,7 @@ def main(args: Args) -> str:
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
     # --- the cells: those known, and those to run
-    known, group, lock = read_lines(args.known), group_of(args), threading.Lock()
+    known, group, lock = read_lines(args.known), group_of(args, guide), threading.Lock()
     outcomes = {(r["task"], r["method"], r["seed"]): r for r in known if r["group"] == group}
     cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
 

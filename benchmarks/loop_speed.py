@@ -55,7 +55,8 @@ class World:
 
     def reset(self, seed, options):
         self.rng, self.turn = np.random.default_rng(options["index"]), 0
-        self.observation = self.say(self.prompt)
+        self.observation = self.say(self.prompt)  # the same for a task
+        self.rng = np.random.default_rng(seed)
         return self.observation, {"answer": ""}
 
     def step(self, action):
@@ -72,7 +73,7 @@ def make_model(width: int, vocabulary: int):
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.tokenizer = Tokens()
-    with torch.no_grad():  # nothing ends early: all turns have the same length
+    with torch.no_grad():  # so that hardly a turn ends early: all have the same length
         model.get_input_embeddings().weight[0] = 0
     return model
 
@@ -119,7 +120,7 @@ def play(model, tasks: list[int], turns: int, prompt: int, written: int, read: i
     args = loop_ppo.Args(max_action_tokens=written, context=prompt + turns * (written + read + 1) + 1, world_threads=1)
     worlds = [World(prompt, turns, read, model.config.vocab_size) for _ in tasks]
     generator = torch.Generator().manual_seed(0)
-    return loop_ppo.rollout(model, worlds, tasks, tasks, args, generator)
+    return loop_ppo.rollout(model, worlds, tasks, list(range(len(tasks))), args, generator)
 
 
 @torch.no_grad()

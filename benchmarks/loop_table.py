@@ -21,6 +21,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import tyro
 from tables import check, insert, interval, read_lines, stop, write_lines
@@ -66,7 +67,7 @@ def run(what: str, *options) -> None:
 def group(args: Args) -> Path:
     """The folder of all runs with these options: other options, other runs."""
     about = f"{args.env} {QUICK if args.quick else args.options}".strip()
-    return args.runs / re.sub(r"[^\w.=-]+", "_", about)
+    return args.runs / quote(about, safe="=")
 
 
 def warm_start(args: Args, seed: int) -> Path:
@@ -89,10 +90,17 @@ def run_cell(args: Args, row: str, seed: int, start: Path) -> dict:
         shutil.copytree(start, copy)
         (copy / "summary.json").unlink()
         copy.replace(folder)
-    summary, rows = folder / "summary.json", (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    has_ended = rows and json.loads(rows[-1])["iteration"] == iterations  # one that was interrupted has a summary, too
-    if not (has_ended and summary.exists()):
+    summary = folder / "summary.json"
+
+    def has_ended() -> bool:  # one that was interrupted has a summary, too
+        rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return summary.exists() and bool(rows) and json.loads(rows[-1])["iteration"] == iterations
+
+    if not has_ended():
+        summary.unlink(missing_ok=True)  # of an interruption: not that of the run to come
         run(f"{row}, seed {seed}", "--resume", folder, "--iterations", iterations, *ROWS[row][0].split())
+    if not has_ended():  # Ctrl-C goes to the whole group of processes
+        raise RuntimeError(f"{row}, seed {seed}: stopped; the same command goes on")
     return json.loads(summary.read_text(encoding="utf-8"))
 
 

@@ -17,6 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import tyro
 from tables import check, insert, interval, stop
@@ -59,7 +60,7 @@ def finished(folder: Path) -> Path | None:
 def run_row(args: Args, row: str, seed: int) -> Path:
     """Runs one cell, unless it has ended before, and returns the folder of its run."""
     options = QUICK if args.quick else args.options
-    group = re.sub(r"[^\w.=-]+", "_", f"{args.env} {options}".strip())  # other options, other runs
+    group = quote(f"{args.env} {options}".strip(), safe="=")  # other options, other runs
     folder = args.runs / group / re.sub(r"\W+", "_", f"{row} {seed}")
     if run := finished(folder):
         return run
@@ -68,10 +69,14 @@ def run_row(args: Args, row: str, seed: int) -> Path:
         checkpoints = run_row(args, "BC", seed) / "checkpoints"
         command += ["--actor", str(max(checkpoints.iterdir()) / "actor")]
     command += options.split()
+    if begun := sorted(folder.glob("*/checkpoints/*[0-9]")):
+        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent.parent)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return finished(folder)
+    if not (run := finished(folder)):  # Ctrl-C goes to the whole group of processes
+        raise RuntimeError(f"{row}, seed {seed}: stopped; the same command goes on")
+    return run
 
 
 def main(args: Args) -> str:

@@ -46,6 +46,7 @@ def read_lines(path: Path | None) -> list[dict]:
 
 def write_lines(path: Path, records: list[dict]) -> None:
     """The file is there in whole, old or new, at every moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     temporary.replace(path)
@@ -54,7 +55,7 @@ def write_lines(path: Path, records: list[dict]) -> None:
 def insert(table: str, out: Path, start: str, end: str) -> None:
     """Puts the table between the document's two marks; the file is there in whole, old or new, at every moment."""
     text = out.read_text(encoding="utf-8")
-    before, after = text.split(start)[0], text.split(end)[1]
+    before, after = text.partition(start)[0], text.partition(end)[2]
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
     temporary.replace(out)
