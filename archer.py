@@ -738,13 +738,14 @@ def main(args: Args) -> dict[str, float]:
         buffer = [Trajectory(**record) for record in read(checkpoint / "replay.jsonl")]
         logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
     else:
-        Path(args.runs).mkdir(parents=True, exist_ok=True)  # better to know now
         if args.critic not in ("tiny", "tiny-cls"):  # it is made after the warm start: better to know now
             load(transformers.AutoModel, args.critic, "--critic")
         demonstrations = read_demonstrations(args, worlds.envs[0])
         texts = [t.observations[-1:] if append_only else t.observations for t in demonstrations[:3000]]
         actor = make_actor(args, args.actor, [text for part in texts for text in part])
-        warm_start(actor, that_fit(demonstrations, actor, append_only, args), append_only, args, rng)
+        demonstrations = that_fit(demonstrations, actor, append_only, args)
+        Path(args.runs).mkdir(parents=True, exist_ok=True)  # better to know now
+        warm_start(actor, demonstrations, append_only, args, rng)
 
     interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))

@@ -302,7 +302,7 @@ class Column(DynamicLayer):
 
     def __init__(self, memory: "Memory"):
         super().__init__()
-        self.memory = weakref.proxy(memory)  # else both would stay until the garbage collector comes
+        self.memory = memory
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Writes [B, heads, Q, D] at the memory's rows and columns; returns all columns so far of these rows."""
@@ -327,7 +327,8 @@ class Memory:
 
     def __init__(self, model, prompts: list[list[int]], copies: list[int]):
         """Reads each prompt once, whatever the number of its copies."""
-        self.model, self.cache = model, Cache(layer_class_to_replicate=partial(Column, self))
+        # A proxy: else memory and cache would hold each other until the garbage collector comes.
+        self.model, self.cache = model, Cache(layer_class_to_replicate=partial(Column, weakref.proxy(self)))
         self.length_B = torch.zeros(len(prompts), dtype=torch.long)
         self.hidden_BH = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.read(prompts)

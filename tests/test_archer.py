@@ -7,6 +7,7 @@ actor or critic should compute is computed a second time: one utterance at a tim
 import copy
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -303,9 +304,9 @@ def test_E6_pulls_v_above_the_mean():
 
 def test_E2_E6_the_target_q_gets_the_gradient_that_v_gets():
     """No detach is hidden in the loss: what stands still is for the caller to say (by no_grad at the target)."""
-    v, q = torch.zeros(3, 2, requires_grad=True), torch.ones(3, 2)
+    v, q = torch.zeros(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
     archer.value_loss(v, q).backward()
-    assert torch.allclose(v.grad, torch.full((3, 2), -1 / 3))
+    assert torch.allclose(v.grad, torch.full((3, 2), -1 / 3)) and torch.equal(q.grad, -v.grad)
 
 
 def test_mc_returns():
@@ -650,7 +651,31 @@ def test_dropout_is_off(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     actor = archer.make_actor(small(), str(tmp_path), [])
     critic = archer.make_critic(small(), str(tmp_path), actor, True, 0.0)
-    assert not any(module.training for module in (*actor.modules(), *critic.modules()))
+    tiny = archer.make_actor(small(), "tiny", ["Is it a dog? No.\n"] * 9)
+    made = [tiny, *(archer.make_critic(small(), kind, tiny, True, 0.0) for kind in ("tiny", "tiny-cls")), actor, critic]
+    assert not any(module.training for model in made for module in model.modules())
+
+
+def test_an_utterance_that_has_ended_needs_no_room_any_more(actor, monkeypatch):
+    """One at the end of the context ends at once; the other, far from it, is not stopped for that."""
+    room = actor.config.n_positions
+    half = torch.arange(len(actor.get_output_embeddings().weight)) % 2 == 0
+    monkeypatch.setattr(archer, "turn_enders", lambda tokenizer, size: half)
+    trunks, states, met = [[5] * (room - 2), [5] * 3], [(0, room - 2), (1, 3)], 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            (near, far), *_ = archer.speak(actor, trunks, states, small(max_action_tokens=8), generator)
+        except SystemExit:
+            continue  # the one at the end had not ended
+        met += len(near) <= 2 and len(far) >= 5
+    assert met
+
+
+def test_a_critics_other_vocabulary_does_not_swallow_ids(tokenizer):
+    """An empty action of ids that another tokenizer knows: they are not kept, as what does not know them reads none."""
+    unknown = len(tokenizer) + 100
+    assert archer.turn_ids(tokenizer, "", "No.\n", (unknown, 0)) == archer.encode(tokenizer, "No.\n")
 
 
 # ------------------------------------------------------------------------------------ packing and layouts
@@ -1474,3 +1499,29 @@ def test_the_files_of_a_run_appear_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         archer.write(path, [{"a": 2}, {"a": object()}])
     assert path.read_text() == '{"a": 1}\n'
+
+    def full(self, *rest):
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(Path, "replace", full)
+        archer.write(path, [{"a": 2}])
+    assert path.read_text() == '{"a": 1}\n'
+
+
+@pytest.mark.parametrize("where", ["log", "torch.save"])
+def test_a_full_disk_costs_nothing_that_was_learned(tmp_path, toys, monkeypatch, capsys, where):
+    """Iteration 2 cannot be saved, 4 can, and of 2 no half is left."""
+    owner, name = (archer, "log") if where == "log" else (torch, "save")
+    real, calls = getattr(owner, name), []
+
+    def fails_at_the_second(*args, **rest):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("no space left") if where == "log" else RuntimeError("file write failed\nat somewhere")
+        return real(*args, **rest)
+
+    monkeypatch.setattr(owner, name, fails_at_the_second)
+    run, summary = go(tmp_path, iterations=4)
+    assert re.search(r"^not saved at iteration 2: .*(no space left|file write failed)$", capsys.readouterr().out, re.M)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["000004"] and summary["episodes"] == 5 * 4

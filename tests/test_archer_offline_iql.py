@@ -160,6 +160,8 @@ def test_effective_samples():
     assert offline.effective_samples(torch.full((8,), 3.0)).item() == pytest.approx(1.0)
     assert offline.effective_samples(torch.tensor([1e6, 1.0, 1.0, 1.0])).item() == pytest.approx(0.25, rel=1e-4)
     assert offline.effective_samples(torch.zeros(4)).item() == 0.0
+    assert offline.effective_samples(torch.full((8,), 1e30)).item() == pytest.approx(1.0), "squares beyond float32"
+    assert offline.effective_samples(torch.full((8,), 1e-20)).item() == pytest.approx(1.0)
 
 
 def test_best_keeps_those_of_the_highest_return(data):

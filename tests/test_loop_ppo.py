@@ -5,14 +5,17 @@ layers. What they should compute is computed a second time, one rollout at a tim
 """
 
 import copy
+import gc
 import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -386,6 +389,79 @@ def test_stragglers_are_dropped_when_enough_have_ended(warm):
     learned, _, _ = loop_ppo.advantages_of_groups(played, normalise=False)
     assert not set(map(id, dropped)) & set(map(id, learned))
     assert all(t.fate == "ended" for t in play(warm, args, tasks=tasks))
+
+
+def test_enough_is_so_many_of_all_and_of_each_task_and_nobody_waits_for_the_broken():
+    played = [loop_ppo.Trajectory(i // 6, "", "", []) for i in range(18)]
+    args = small(finish_all=0.5, finish_each=4)
+    of_each = {0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15}
+    assert loop_ppo.has_enough(played, of_each, args)
+    assert not loop_ppo.has_enough(played, of_each - {12}, args), "three of six"
+    assert not loop_ppo.has_enough(played, of_each, small(finish_all=0.9, finish_each=4))
+    for i in (12, 13, 14, 15):
+        played[i].fate = "broken"
+    assert not loop_ppo.has_enough(played, of_each, args), "the two that are whole play on"
+    assert loop_ppo.has_enough(played, of_each | {16, 17}, args)
+
+
+def test_what_did_not_end_has_no_return():
+    one = loop_ppo.Trajectory(0, "", "", [], actions=["a"], replies=["b"], rewards=[1.0], terminated=True, success=True)
+    figures = loop_ppo.behaviour([one, loop_ppo.Trajectory(0, "", "", [], fate="broken")])
+    assert figures["rollout/return"] == figures["rollout/success"] == 1.0 and figures["rollout/broken"] == 0.5
+
+
+def test_worlds_that_do_not_start_are_one_line_if_none_does(warm, monkeypatch, capsys):
+    def reset(self, seed=None, options=None):
+        if options["index"] == 0:
+            raise envs.Unavailable("the server is gone")
+        return real(self, seed=seed, options=options)
+
+    real = Lookup.reset
+    monkeypatch.setattr(Lookup, "reset", reset)
+    fates = [t.fate for t in play(warm, small())]
+    assert fates[:3] == ["broken"] * 3 and set(fates[3:]) == {"ended"}
+    with pytest.raises(SystemExit):
+        play(warm, small(), tasks=(0, 0))
+    assert "the server is gone" in capsys.readouterr().err
+
+
+def test_a_cache_goes_with_its_memory(warm):
+    gc.disable()
+    try:
+        cache = weakref.ref(loop_ppo.Memory(warm, [[5, 6]], [2]).cache)
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_scenarios_that_an_evaluation_cuts_do_not_count(warm, monkeypatch):
+    monkeypatch.setattr(Lookup, "scenarios", [i // 3 for i in range(Lookup().num_tasks)], raising=False)
+    whole = loop_ppo.evaluate(warm, small(eval_episodes=6), "dev")
+    cut = loop_ppo.evaluate(warm, small(eval_episodes=5), "dev")
+    played = loop_ppo.evaluate(warm, small(eval_episodes=2), "dev")
+    assert "scenarios" in whole and cut["scenarios"] in (0.0, 1.0) and "scenarios" not in played
+
+
+def test_the_tiny_model_takes_no_adapters(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        loop_ppo.main(small(lora=True, runs=str(tmp_path)))
+    assert "--lora" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_nothing_that_was_learned(tmp_path, monkeypatch, capsys):
+    real, calls = torch.save, []
+
+    def fails_at_the_second(*args, **rest):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("file write failed\nat somewhere")
+        return real(*args, **rest)
+
+    monkeypatch.setattr(torch, "save", fails_at_the_second)
+    loop_ppo.main(small(iterations=2, save_every=1, runs=str(tmp_path)))
+    (folder,) = tmp_path.glob("*/checkpoints")
+    assert re.search(r"^not saved at iteration 1: .*file write failed$", capsys.readouterr().out, re.M)
+    assert [path.name for path in folder.iterdir()] == ["000002"]
 
 
 def test_a_group_of_one_teaches_nothing():

@@ -59,6 +59,29 @@ def test_a_shared_warm_start_is_ones_own(tmp_path, row):
     }
 
 
+def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
+    """The script ends with a summary then, too, and with exit code 0."""
+    args, start = loop_table.Args(runs=tmp_path / "runs", iterations=8), tmp_path / "start"
+    start.mkdir()
+    (start / "summary.json").write_text("{}")
+    (start / "metrics.jsonl").write_text("")
+    (folder,) = [loop_table.group(args) / "RLOO_1"]
+
+    def ends_at(iteration):
+        def run(what, *options):
+            assert not (folder / "summary.json").exists(), "an old summary is not that of this run"
+            (folder / "metrics.jsonl").write_text(json.dumps({"iteration": iteration}) + "\n")
+            (folder / "summary.json").write_text(json.dumps({"episodes": iteration}))
+
+        return run
+
+    monkeypatch.setattr(loop_table, "run", ends_at(5))
+    with pytest.raises(RuntimeError, match="goes on"):
+        loop_table.run_cell(args, "RLOO", 1, start)
+    monkeypatch.setattr(loop_table, "run", ends_at(8))
+    assert loop_table.run_cell(args, "RLOO", 1, start) == {"episodes": 8}
+
+
 def test_a_page_without_marks_is_one_line(tmp_path, capfd):
     page = tmp_path / "page.md"
     page.write_text("nothing here")
