@@ -78,15 +78,15 @@ def read_dialogues(
     of more than `max_history`. `append_only` says whether a reply in rollouts.jsonl adds to the observation before it
     or takes its place. Raises ValueError with number and field of a malformed record.
     """
-    records, n = [], 0
+    records, where = [], ""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip()[:1] == "[":
             records = json.loads(text)
         for n, line in enumerate([] if records else filter(str.strip, text.split("\n"))):
+            where = f"record {n}: "
             records.append(json.loads(line))
     except (OSError, ValueError) as error:
-        where = f"record {n}: " if records else ""
         raise ValueError(
             f"{path}: {where}{error}; give a JSON list of dialogues, or a line of JSON a dialogue"
         ) from error
@@ -96,10 +96,12 @@ def read_dialogues(
     for n, record in enumerate(records):
         try:
             made, why, repairs = read_record(record, append_only)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: record {n}, {error}") from None
         if made and max(map(len, made["actions"])) > max_chars:
             made, why = None, f"an action of more than {max_chars} characters"
+        if made and any("\n" in action for action in made["actions"]):
+            made, why = None, "an action of more than one line"
         if made and len(made["observations"][-1]) > max_history:
             made, why = None, f"a history of more than {max_history} characters"
         if made:

@@ -120,7 +120,29 @@ def test_a_broken_line_is_named(tmp_path):
         read_dialogues(str(path))
 
 
+def test_the_first_line_has_a_number_too_and_a_mark_of_the_encoding_is_none_of_it(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("{broken\n")
+    with pytest.raises(ValueError, match="record 0: "):
+        read_dialogues(str(path))
+    path.write_text(json.dumps([CITY]), encoding="utf-8-sig")
+    assert len(read_dialogues(str(path))[0]) == 1
+
+
+def test_a_reward_beyond_all_numbers_is_named(tmp_path):
+    turns = [{"action": "c", "reply": "d", "reward": 10**400}]
+    with pytest.raises(ValueError, match="record 0, "):
+        read(tmp_path, {"start": "a", "turns": turns, "terminated": True, "answer": "e"})
+
+
 LEFT_OUT = {
+    "more than one line": {
+        "observations": ["a", "ab\nc"],
+        "actions": ["b\nc"],
+        "rewards": [1.0],
+        "terminated": True,
+        "answer": "e",
+    },
     "asks back": {"conversation": ["Is it? As an AI I cannot say. What else?"]},
     "turns": {"conversation": ["Is it? No."] * 21},
     "action of more": {"conversation": [f"Is it {'very ' * 50}big? No."]},
