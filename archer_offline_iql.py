@@ -897,5 +897,5 @@ if __name__ == "__main__":
     check(args)
     try:
         play(args) if args.play else main(args)
-    except OSError as error:
-        stop(f"{error}; a run that has a checkpoint goes on with --resume")
+    except (OSError, KeyboardInterrupt) as error:
+        stop(f"{str(error) or 'stopped'}; a run that has a checkpoint goes on with --resume")

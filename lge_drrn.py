@@ -646,5 +646,5 @@ if __name__ == "__main__":
                 stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     try:
         main(args)
-    except OSError as error:  # Java that does not start again, a disk that is full at the very end
-        stop(f"{error}; a run that has a checkpoint goes on with --resume")
+    except (OSError, KeyboardInterrupt) as error:  # Java that does not start again, a disk that is full at the very end
+        stop(f"{str(error) or 'stopped'}; a run that has a checkpoint goes on with --resume")
