@@ -433,15 +433,14 @@ def save(run: Path, state: dict, encoder, tokenizer, args: Args) -> None:
     """A checkpoint: the guide, and all else in state.pt."""
     folder = run / "checkpoints" / f"{state['iteration']:06d}"
     temporary = folder.with_suffix(".tmp")
-    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
-        shutil.rmtree(unfinished)
     try:
         save_guide(temporary / "guide", encoder, tokenizer, args)
         torch.save(state, temporary / "state.pt")
     except Exception as error:  # a full disk has another name in each of the libraries that write here
+        shutil.rmtree(temporary, ignore_errors=True)
         stop(f"{folder}: {str(error).splitlines()[0]}; make room; what has a checkpoint goes on with --resume {run}")
     temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
+    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
         shutil.rmtree(older)
 
 
