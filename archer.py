@@ -120,9 +120,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
     eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = (
-        314  # sampled dialogues of an evaluation, rounded to whole passes; fewer than tasks: of the first ones
-    )
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes; fewer than tasks: of the first
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
 

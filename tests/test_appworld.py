@@ -483,7 +483,7 @@ def test_it_keeps_to_what_every_world_does(fake):
 
 
 def test_loop_trains_on_it(fake, tmp_path):
-    tiny = "--iterations 1 --tasks 2 --rollouts 4 --demonstrations 8 --warm-start-epochs 1 --eval-episodes 2 --width 32"
+    tiny = "--iterations 1 --tasks 2 --rollouts 4 --demonstrations 8 --warm-start-epochs 1 --eval-episodes 0 --width 32"
     tiny += " --layers 1 --max-action-tokens 8 --max-difficulty 1 --drills 16"
     said = run_with(fake, "loop_ppo.py", "--env", "appworld", "--runs", str(tmp_path / "runs"), *tiny.split())
     (run,) = (tmp_path / "runs").iterdir()
