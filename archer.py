@@ -38,7 +38,6 @@ one distribution; padding cannot leak into positions; the gradients of actor and
 import copy
 import json
 import math
-import resource
 import shutil
 import signal
 import subprocess
@@ -47,6 +46,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import numpy as np
@@ -847,7 +847,7 @@ def main(args: Args) -> dict[str, float]:
 
     summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
     summary |= {key: state[key] for key in ("warm_start_return", "episodes", "seconds", "cpu_seconds")}
-    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     summary |= {"seed": args.seed, "commit": head or "unknown"}

@@ -37,7 +37,6 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
 import copy
 import json
 import math
-import resource
 import shutil
 import signal
 import subprocess
@@ -46,6 +45,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import numpy as np
@@ -806,7 +806,7 @@ def main(args: Args) -> dict[str, float]:
 
     summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
     summary |= {key: state[key] for key in ("warm_start_return", "seconds", "cpu_seconds")} | {"episodes": len(data)}
-    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     summary |= {"seed": args.seed, "commit": head or "unknown"}

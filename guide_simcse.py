@@ -32,7 +32,6 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -42,6 +41,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import numpy as np
@@ -588,7 +588,7 @@ def main(args: Args) -> dict[str, float]:
     summary = {f"eval_{key}": value for key, value in state["evaluation"].get("all", {}).items()}
     summary |= {"untrained_rsr50": state["untrained"]["all"]["rsr50"], "pairs": len(examples.tuples)}
     summary |= {key: state[key] for key in ("seconds", "cpu_seconds")}
-    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     summary |= {"seed": args.seed, "commit": head or "unknown"}

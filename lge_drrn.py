@@ -32,7 +32,6 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
 
 import copy
 import json
-import resource
 import shutil
 import signal
 import subprocess
@@ -41,6 +40,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -589,7 +589,7 @@ def main(args: Args) -> dict[str, float]:
     last = state["evaluations"][-max(1, len(state["evaluations"]) // 10) :]  # paper: the mean of the last 10 %
     summary = {tag.replace("/", "_"): float(np.mean([r[tag] for r in last if tag in r])) for tag in (last or [{}])[-1]}
     summary |= {key: state[key] for key in ("episodes", "updates", "seconds", "cpu_seconds")}
-    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     summary |= {"steps": state["step"], "seed": args.seed, "commit": head or "unknown"}

@@ -35,7 +35,6 @@ import inspect
 import json
 import math
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -47,6 +46,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import numpy as np
@@ -917,7 +917,7 @@ def main(args: Args) -> dict[str, float]:
         summary |= {f"{name}_{key}": value for key, value in evaluate(model, args, split).items()}
     state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
     summary |= {key: state[key] for key in ("episodes", "seconds", "cpu_seconds")}
-    summary["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     summary |= {"seed": args.seed, "commit": head or "unknown"}

@@ -2,16 +2,18 @@
 
     python benchmarks/scienceworld_speed.py                          # 8 worlds, a thread each
     python benchmarks/scienceworld_speed.py --worlds 1
+    python benchmarks/scienceworld_speed.py --processes 2            # four threads in each of two processes
 
 The steps per second of the whole training loop are lge_drrn.py's own metric time/steps_per_second. CPU seconds are the
 figure to compare on a machine that does other work, too.
 """
 
 import argparse
+import multiprocessing
 import random
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -36,27 +38,41 @@ def play(world, steps: int, seed: int) -> None:
             _, info = world.reset()
 
 
+def measure(task: str, seeds: range, warm_up: int, steps: int, together) -> tuple[float, float, float, list[float]]:
+    """Plays a world a seed, a thread each: seconds, CPU seconds of Java, of Python, and each Java's megabytes."""
+    worlds = [envs.make("scienceworld", task=task) for _ in seeds]
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        list(pool.map(play, worlds, [warm_up] * len(worlds), seeds))
+        together.wait()
+        before = [java_figures(world.simulator.process.pid)[0] for world in worlds]
+        began, cpu = time.perf_counter(), time.process_time()
+        list(pool.map(play, worlds, [steps] * len(worlds), [seed + 1000 for seed in seeds]))
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    after = [java_figures(world.simulator.process.pid) for world in worlds]
+    for world in worlds:
+        world.close()
+    return seconds, sum(row[0] for row in after) - sum(before), cpu, [row[1] for row in after]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps per second of ScienceWorld alone.")
     parser.add_argument("--task", default="find-living-thing")
     parser.add_argument("--worlds", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=1, help="of Python, among which the worlds are divided")
     parser.add_argument("--steps", type=int, default=200, help="of each world")
     parser.add_argument("--warm-up", type=int, default=200, help="steps of each before, as Java compiles while it runs")
     args = parser.parse_args()
-    worlds = [envs.make("scienceworld", task=args.task) for _ in range(args.worlds)]
-    with ThreadPoolExecutor(args.worlds) as pool:
-        list(pool.map(lambda i: play(worlds[i], args.warm_up, i), range(args.worlds)))
-        before = [java_figures(world.simulator.process.pid)[0] for world in worlds]
-        began, cpu = time.perf_counter(), time.process_time()
-        list(pool.map(lambda i: play(worlds[i], args.steps, args.worlds + i), range(args.worlds)))
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    after = [java_figures(world.simulator.process.pid) for world in worlds]
-    java, n = sum(row[0] for row in after) - sum(before), args.steps * args.worlds
-    print(f"{args.worlds} worlds, {n} steps: {n / seconds:.1f} steps/s")
-    print(f"a step costs {1000 * java / n:.1f} ms of CPU in Java and {1000 * cpu / n:.1f} ms in Python")
-    print(f"Java takes {sum(row[1] for row in after):.0f} MB in all, {max(row[1] for row in after):.0f} MB at most")
-    for world in worlds:
-        world.close()
+    if not 1 <= args.processes <= args.worlds:
+        parser.error(f"--processes {args.processes}: give 1 to --worlds, which is {args.worlds}")
+    shares = [range(i, args.worlds, args.processes) for i in range(args.processes)]
+    with multiprocessing.Manager() as manager, ProcessPoolExecutor(args.processes) as pool:
+        together = manager.Barrier(args.processes)
+        futures = [pool.submit(measure, args.task, share, args.warm_up, args.steps, together) for share in shares]
+        seconds, java, python, megabytes = zip(*[future.result() for future in futures], strict=True)
+    n, megabytes = args.steps * args.worlds, [each for share in megabytes for each in share]
+    print(f"{args.worlds} worlds in {args.processes} processes, {n} steps: {n / max(seconds):.1f} steps/s")
+    print(f"a step costs {1000 * sum(java) / n:.1f} ms of CPU in Java and {1000 * sum(python) / n:.1f} ms in Python")
+    print(f"Java takes {sum(megabytes):.0f} MB in all, {max(megabytes):.0f} MB at most")
 
 
 if __name__ == "__main__":
