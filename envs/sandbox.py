@@ -37,6 +37,7 @@ CPU_SECONDS = 60  # of a child in all its turns
 PATIENCE = 10.0  # seconds on the wall for one turn: long, as only code that waits for something meets it
 START = 60.0  # seconds on the wall for a process to start
 MAX_LINE = 100_000  # bytes of a line of a child
+MAX_OUTPUT = 8_000  # characters of a turn, which take up to twelve bytes each of such a line
 MAX_CALLS = 500  # of one turn
 
 
@@ -56,6 +57,8 @@ class Sandbox:
     """
 
     def __init__(self, seconds: float = 1.0, max_output: int = 1000, names: tuple[str, ...] = ()):
+        if max_output > MAX_OUTPUT:
+            raise ValueError(f"max_output: {max_output} is more than {MAX_OUTPUT}")
         self.seconds, self.max_output, self.names = seconds, max_output, names
         self.line: socket.socket | None = None
         self.turn = 0
@@ -133,7 +136,8 @@ class Sandbox:
             try:
                 with theirs:
                     self.zygote.fork(theirs)
-                self.pid = self.receive()["pid"]
+                hello = self.receive()
+                self.pid, self.number = hello["pid"], hello["number"]
                 return
             except OSError:
                 self.line.close()
@@ -146,7 +150,7 @@ class Sandbox:
         if self.line is not None:
             self.line.close()
             self.line = None
-            self.zygote.kill(self.pid)
+            self.zygote.kill(self.number)
 
     def send(self, message: dict) -> None:
         """Raises OSError, of which TimeoutError is one: a child need not read what it is sent."""
@@ -244,10 +248,10 @@ class Zygote:
         with self.lock:
             socket.send_fds(self.line, [b"fork\n"], [line.fileno()])
 
-    def kill(self, pid: int) -> None:
+    def kill(self, number: int) -> None:
         if self.owner == os.getpid():  # a fork of this process has only copies
             with self.lock, suppress(OSError):  # without a zygote its child is left to the clock of the kernel
-                self.line.sendall(b"kill %d\n" % pid)
+                self.line.sendall(b"kill %d\n" % number)
 
     def has_died(self) -> bool:
         try:

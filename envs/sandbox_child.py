@@ -6,14 +6,16 @@
 
 On the line are JSON objects, each on a line of its own. The host says {"run": code, "turn": n}; the child asks
 {"call": "app.call", "kwargs": {...}} and is told {"result": ...} or {"error": "..."}, any number of times, and ends
-the turn with {"done": n, "output": "..."}. Before the first turn it says {"pid": its number}.
+the turn with {"done": n, "output": "..."}. Before the first turn it says {"pid": its process, "number": n}, where n is
+the zygote's number of it.
 
 Three walls, each enough for what an agent is likely to try:
 
     Python    functions that reach the system are deleted from all modules, `import` finds what is loaded already, and
               an audit hook refuses every event that ordinary code does not cause: files, frames, code objects, ...
-    system    no second descriptor, process or thread; little memory and time; as root also an empty root folder and
-              the user "nobody". This holds for native code, too
+    system    no second descriptor, process or thread; little memory and time; on Linux no file can be changed and no
+              process be reached but its like; as root also an empty root folder and a user of its own. This holds for
+              native code, too
     host      believes nothing that comes along the line (envs/sandbox.py)
 """
 
@@ -59,9 +61,31 @@ REACHING = {
 # Audit events of ordinary code and of ours, see https://docs.python.org/3/library/audit_events.html
 ORDINARY = frozenset(["compile", "exec", "builtins.id", "sys.unraisablehook", "resource.setrlimit"])
 NOBODY = 65534  # the user and the group of that name, also where they have no name
+USERS = 3_000_000_000  # from here on users and groups whom nobody is: a child is this plus the number of its process
 MAX_LINE = 100_000  # bytes of a line to the host, which reads no longer ones
 
 # ------------------------------------------------------------------------------------- 1. the zygote
+
+
+def lock_in() -> None:
+    """Landlock, for good, for this process and all that come from it: they change no file, connect nowhere by TCP, and
+    trace or signal no process but each other. Linux has the first from 5.13 on, TCP from 6.7 and signals from 6.12 on.
+
+    What a kernel does not know is left out: it is one wall of several. Source: docs.kernel.org/userspace-api/landlock
+    """
+    import ctypes  # agents' code could do much with it; the process in which that runs never has it
+    import struct
+
+    libc = ctypes.CDLL(None)
+    create, restrict = 444, 446  # system calls, of the same numbers on all processors
+    version = libc.syscall(create, None, 0, 1)
+    if version >= 1:
+        last = {1: 12, 2: 13}.get(version, 14)  # 1 is to write, 4 to 12 to remove and make, 13 to move, 14 to cut off
+        rules = struct.pack("QQQ", sum(1 << right for right in (1, *range(4, last + 1))), 0b11, 0b11)
+        rules = rules[: 8 if version < 4 else 16 if version < 6 else 24]
+        ruleset = libc.syscall(create, rules, ctypes.c_size_t(len(rules)), 0)
+        libc.prctl(38, 1, 0, 0, 0)  # programs bring no rights with them; without this, only root may do what follows
+        libc.syscall(restrict, ruleset, 0)
 
 
 def system_calls() -> types.SimpleNamespace:
@@ -90,8 +114,13 @@ def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int,
     if system.getuid() == 0:
         with suppress(OSError):  # some containers do not let their root do this
             system.chroot(".")  # the host has started us in an empty folder
+        if (trial := system.fork()) == 0:
+            drop_root(system)
+            system._exit(system.getuid() == 0)
+        if system.waitpid(trial, 0)[1]:
+            system.write(2, b"sandbox: this root cannot become another user: agents' code runs as root\n")
     forget(system, kept)
-    alive, dying, heard = set(), set(), b""
+    children, number, heard = {}, 0, b""
     line.sendall(b"ready\n")
     while True:
         data, ancillary, _, _ = line.recvmsg(4096, 64)  # never more than one descriptor comes with the data
@@ -99,26 +128,34 @@ def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int,
         for command in commands:
             if command == b"fork":
                 theirs = int.from_bytes(ancillary[0][2], sys.byteorder)
+                number += 1
                 pid = system.fork()
                 if pid == 0:
                     line.detach()
                     confine(system, theirs, memory, cpu_seconds)
-                    system.write(0, b'{"pid": %d}\n' % system.getpid())
+                    system.write(0, b'{"pid": %d, "number": %d}\n' % (system.getpid(), number))
                     return
                 system.close(theirs)
-                alive.add(pid)
-            else:
-                # A process that has ended keeps its number until waitpid: the signal cannot hit a stranger.
-                pid = int(command.removeprefix(b"kill "))
-                if pid in alive:
-                    system.kill(pid, 9)
-                    alive.remove(pid)
-                    dying.add(pid)
-        dying = {pid for pid in dying if not system.waitpid(pid, system.WNOHANG)[0]}
+                children[number] = pid
+            elif pid := children.get(int(command.removeprefix(b"kill "))):
+                # One that has ended keeps its process number until waitpid: the signal cannot hit a stranger.
+                system.kill(pid, 9)
+        children = {n: pid for n, pid in children.items() if not system.waitpid(pid, system.WNOHANG)[0]}
         if not data:  # the host is gone
-            for pid in alive:
+            for pid in children.values():
                 system.kill(pid, 9)
             system._exit(0)
+
+
+def drop_root(system: types.SimpleNamespace) -> None:
+    """Becomes a user of its own, or where the system has no such numbers "nobody"; some containers allow neither."""
+    with suppress(OSError):
+        system.setgroups([])
+    for user in (USERS + system.getpid(), NOBODY):
+        with suppress(OSError):
+            system.setgid(user)
+            system.setuid(user)
+            return
 
 
 def confine(system: types.SimpleNamespace, line: int, memory: int, cpu_seconds: int) -> None:
@@ -126,17 +163,14 @@ def confine(system: types.SimpleNamespace, line: int, memory: int, cpu_seconds: 
     system.dup2(line, 0)
     system.closerange(1, 4096)
     if system.getuid() == 0:
-        with suppress(OSError):
-            system.setgroups([])
-            system.setgid(NOBODY)
-            system.setuid(NOBODY)
+        drop_root(system)
     limits = {
         system.RLIMIT_AS: memory,
         system.RLIMIT_CPU: cpu_seconds,
         system.RLIMIT_FSIZE: 0,
         system.RLIMIT_CORE: 0,
         system.RLIMIT_NPROC: 0,  # no process and no thread, however many others this user has
-        system.RLIMIT_NOFILE: 1,  # with descriptor 0 in use nothing can be opened: no file, no socket, no pipe
+        system.RLIMIT_NOFILE: 0,  # descriptor 0 stays, nothing can be opened: no file, no socket, no pipe
     }
     for which, limit in limits.items():
         system.setrlimit(which, (limit, limit))
@@ -308,8 +342,12 @@ def run(code: str, variables: dict, output: Output) -> None:
 
 
 def main() -> None:
+    control, memory, cpu_seconds, seconds, max_output, *is_locked_in = sys.argv[1:]
+    if sys.platform == "linux" and not is_locked_in:
+        with suppress(ImportError, OSError, AttributeError):  # not every Python has ctypes
+            lock_in()
+        os.execv(sys.executable, [*sys.orig_argv, "locked in"])  # a new Python, which has never heard of ctypes
     load()
-    control, memory, cpu_seconds, seconds, max_output = sys.argv[1:]
     warnings.simplefilter("ignore")
     # What a child needs to the end. Agents' code that gets hold of these can talk to the host, which it may, and can
     # stop its own clocks, which leaves the host's.

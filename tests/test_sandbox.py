@@ -1,11 +1,14 @@
 """envs/sandbox.py: what hostile code tries, one attack after the other. Each is held, and the next turn works."""
 
+import ctypes
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +21,8 @@ from envs import sandbox as module
 from envs import sandbox_child
 from envs.sandbox import Finished, Refused, Sandbox
 
-ENVS = Path(__file__).parent.parent / "envs"
+ROOT = Path(__file__).parent.parent
+ENVS = ROOT / "envs"
 SECRET = "rosebud"  # in this process's environment, in a file, and in the objects that answer calls
 
 # Every class there is, by its name: how code without imports reaches for the system.
@@ -354,9 +358,12 @@ if os.fork() == 0:
             found[name] = type(error).__name__ + " " + str(getattr(error, "errno", ""))
 {code}
     os.write(0, json.dumps(found).encode())
-    os._exit(0)
+    os.close(0)  # a descriptor less, but none that could be used again
+    attempt("file", os.open, "/", os.O_RDONLY)
+    attempt("socket", socket.socket)
+    os._exit(found["file"] + found["socket"] != "OSError 24OSError 24")
 theirs.close()
-os.wait()
+assert os.wait()[1] == 0
 os.rmdir(os.getcwd())
 sys.stdout.write(ours.recv(65536).decode())
 """
@@ -381,11 +388,12 @@ def test_the_system_holds_without_python():
     attempt("memory", bytearray, 2**29)
     attempt("thread", threading.Thread(target=print).start)
     """)
+    assert found.pop("copy") in ("OSError 22", "OSError 24")
     # 24: too many open files; 11: no more processes; 2: no such file, as the root folder is empty
     assert found.pop("program").split()[-1] in ("2", "11")
     assert found.pop("new file").split()[-1] in ("2", "24")
     assert found == {
-        "file": "OSError 24", "folder": "OSError 24", "pipe": "OSError 24", "copy": "OSError 24",
+        "file": "OSError 24", "folder": "OSError 24", "pipe": "OSError 24",
         "socket": "OSError 24", "process": "BlockingIOError 11", "limit": "ValueError ", "memory": "MemoryError ",
         "thread": "RuntimeError ",
     }  # fmt: skip
@@ -399,10 +407,81 @@ def test_as_root_the_child_is_nobody_in_an_empty_folder():
     attempt("file", os.stat, "/etc/passwd")
     attempt("signal", os.kill, os.getppid(), 0)
     """)
-    assert found == {
-        "user": "65534", "root again": "PermissionError 1", "file": "PermissionError 13",
-        "signal": "PermissionError 1",
-    }  # fmt: skip
+    assert int(found.pop("user")) > sandbox_child.USERS
+    assert found == {"root again": "PermissionError 1", "file": "PermissionError 13", "signal": "PermissionError 1"}
+
+
+def test_as_root_the_children_are_different_users(box, host):
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    with Sandbox() as other:
+        for one in (box, other):
+            one.run("x = 1", host.answer)
+        users = {Path(f"/proc/{one.pid}").stat().st_uid for one in (box, other)}
+    assert len(users) == 2 and min(users) > sandbox_child.USERS
+
+
+def test_a_root_that_must_remain_root_is_told_so(capfd):
+    if os.getuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv")
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom envs.sandbox import Sandbox\nSandbox().run('x = 1', None)"
+    )
+    drop = ["setpriv", "--bounding-set=-sys_chroot,-setuid,-setgid", "--inh-caps=-all"]
+    subprocess.run([*drop, sys.executable, "-c", code], check=True)
+    assert capfd.readouterr().err == "sandbox: this root cannot become another user: agents' code runs as root\n"
+
+
+def test_linux_lets_it_change_no_file_and_reach_no_process(tmp_path):
+    """Without a descriptor there is still much that native code of an ordinary user could do."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    version = libc.syscall(444, None, 0, 1) if sys.platform == "linux" else -1
+    if version < 1:
+        pytest.skip("this kernel has no Landlock")
+    code = f"""
+import ctypes, json, os, socket, sys
+sys.path.insert(0, {str(ENVS)!r})
+import sandbox_child as child
+child.lock_in()
+found = {{}}
+def attempt(name, f, *args):
+    try:
+        found[name] = repr(f(*args))
+    except OSError as error:
+        found[name] = error.errno
+attempt("new file", open, "new", "w")
+attempt("write", open, "old", "r+")
+attempt("remove", os.remove, "old")
+attempt("move", os.rename, "old", "new")
+attempt("folder", os.mkdir, "new")
+attempt("link", os.symlink, "old", "new")
+attempt("cut", os.truncate, "old", 0)
+attempt("signal", os.kill, os.getppid(), 0)
+attempt("connect", socket.create_connection, ("127.0.0.1", int(sys.argv[1])))
+class Span(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+libc, target = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(7)
+here, there = Span(ctypes.addressof(target), 7), Span(int(sys.argv[2]), 7)
+read = libc.process_vm_readv(os.getppid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+found["memory"] = read, target.value.decode()
+print(json.dumps(found))
+"""
+    (tmp_path / "old").write_text("precious")
+    secret = ctypes.create_string_buffer(b"rosebud")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        numbers = [str(server.getsockname()[1]), str(ctypes.addressof(secret))]
+        result = subprocess.run(
+            [sys.executable, "-c", code, *numbers], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found.pop("memory") == [-1, ""]
+    assert found.pop("signal") == (1 if version >= 6 else "None")
+    connected = found.pop("connect")
+    assert connected == 13 or version < 4
+    assert found.pop("cut") == (13 if version >= 3 else "None")
+    assert set(found.values()) <= {1, 13, 18} and not (tmp_path / "new").exists()
+    assert version < 3 or (tmp_path / "old").read_text() == "precious"
 
 
 SEARCH = """
@@ -459,6 +538,25 @@ def ends(pid: int | str) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_children_that_nobody_closes_do_not_pile_up(host):
+    for _ in range(5):
+        box = Sandbox(max_output=124)
+        box.run("x = 1", host.answer)
+        box.line.close()  # what becomes of one that is forgotten
+        assert ends(box.pid)
+        box.line = None
+    box.run("x = 1", host.answer)
+    assert str(box.pid) in (left := children_of(box.zygote.process.pid)) and len(left) <= 2
+    box.close()
+
+
+def test_a_bound_that_a_line_could_not_hold_is_refused(host):
+    with pytest.raises(ValueError, match="max_output: 9000 is more than 8000"):
+        Sandbox(max_output=9000)
+    with Sandbox(max_output=8000) as box:
+        assert box.run("print('\U0001f600' * 9000)", host.answer) == "\U0001f600" * 8000
 
 
 def test_a_child_ends_with_its_sandbox(host):
