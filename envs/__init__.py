@@ -246,4 +246,5 @@ class VecTextEnv:
         try:
             return getattr(self.envs[i], method)(*args, **kwargs)
         except Exception as error:
-            raise RuntimeError(f"world {i} ({self.envs[i].id}), {method}: {error}") from error
+            kind = WorldBroken if isinstance(error, WorldBroken) else RuntimeError
+            raise kind(f"world {i} ({self.envs[i].id}), {method}: {error}") from error

@@ -35,6 +35,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -113,9 +114,14 @@ class Connection(http.client.HTTPConnection):
         self.path = path
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock = self.line = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self.path)
+
+    def hang_up(self) -> None:
+        """Ends it from another thread: who reads from it finds the end."""
+        with suppress(OSError, AttributeError):  # there is nothing to end yet, or any more
+            self.line.shutdown(socket.SHUT_RDWR)
 
 
 class Server:
@@ -123,18 +129,18 @@ class Server:
 
     def __init__(self, python: Path, data: Path, patience: float):
         self.patience, self.episodes = patience, 0
-        folder = Path(tempfile.mkdtemp(prefix="appworld-"))
-        self.log, self.socket = folder / "log", str(folder / "socket")
+        self.folder = folder = Path(tempfile.mkdtemp(prefix="appworld-"))
+        self.socket = str(folder / "socket")
+        self.log = (folder / "log").open("w+b")  # ours to read, whatever becomes of its name
         (folder / "data").symlink_to(data)
         command = [python, "-I", "-X", "utf8", "-c", START, "serve", "environment", "--no-show-usage"]
         environment = {name: os.environ[name] for name in KEPT if name in os.environ} | {"HOME": str(folder)}
-        with self.log.open("wb") as log:
-            # A session of its own keeps Ctrl-C from it, so that a trainer can end in good order.
-            self.process = subprocess.Popen(
-                ["/bin/sh", "-c", KEEPER, folder, *command, "--root", folder, self.socket], stdin=subprocess.PIPE,
-                stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
-            )  # fmt: skip
-        self.close = weakref.finalize(self, end, self.process, folder)
+        # A session of its own keeps Ctrl-C from it, so that a trainer can end in good order.
+        self.process = subprocess.Popen(
+            ["/bin/sh", "-c", KEEPER, folder, *command, "--root", folder, self.socket], stdin=subprocess.PIPE,
+            stdout=self.log, stderr=self.log, cwd=folder, env=environment, start_new_session=True,
+        )  # fmt: skip
+        self.close = weakref.finalize(self, end, self.process, folder, self.log)
         deadline = time.monotonic() + patience
         while not self.listens():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -151,31 +157,38 @@ class Server:
 
     def ask(self, path: str, **body) -> object:
         """POSTs a request and returns the "output" of the reply. Raises Broken, also if it takes too long."""
+        connection = Connection(self.socket, self.patience)
+        late = threading.Timer(self.patience + 1, connection.hang_up)  # its own patience begins anew with every byte
+        late.daemon = True
+        late.start()
         try:
-            with closing(Connection(self.socket, self.patience)) as connection:
+            with closing(connection):
                 connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
                 response = connection.getresponse()
                 if response.status == 200:
                     return json.loads(response.read(MAX_REPLY))["output"]
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
             raise Broken(f"{path}: {type(error).__name__}: {error}") from error
+        finally:
+            late.cancel()
         time.sleep(0.1)  # it writes the reason to its log after it has answered
         raise Broken(f"{path}: error {response.status}: {self.last_words()}")
 
     def last_words(self) -> str:
         """The last line of what it wrote, which of a traceback is the reason."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - 1000))  # it may have written gigabytes
-            lines = log.read(1000).decode("utf-8", "replace").split("\n")
+        size = os.fstat(self.log.fileno()).st_size
+        end = os.pread(self.log.fileno(), 1000, max(0, size - 1000))  # it may have written gigabytes
+        lines = end.decode("utf-8", "replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def end(process: subprocess.Popen, folder: Path) -> None:
+def end(process: subprocess.Popen, folder: Path, log) -> None:
     """Ends a server, which has nothing to save, and all that is in its group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.stdin.close()
     process.wait()
+    log.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -286,7 +299,7 @@ class AppWorld(gymnasium.Env):
         about = self.ask("/initialize", dict, experiment_name="turnrl", timeout_seconds=self.timeout)
         index_of_apps = self.ask("/execute", str, code=INDEX).strip()[:10_000]
         try:
-            self.observation = clean(PROMPT.format(index=index_of_apps, **about, **about["supervisor"]))
+            self.observation = clean(PROMPT.format(index=index_of_apps, **about, **about["supervisor"]))[:20_000]
         except (LookupError, TypeError) as error:
             raise self.broken(f"/initialize: no {error}") from error
         self.over = False

@@ -10,11 +10,13 @@ inherit, errors of calls are a plain Exception) and that names of calls must be 
 import re
 import threading
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from functools import partial
 
 from envs.sandbox import Finished, Refused
 
 MEMORY = 64 * 2**20  # bytes
+PRINTED = 10**6  # bytes of what a turn prints
 POOL = []  # the pool of processes, once it has been started
 STARTING = threading.Lock()
 
@@ -37,21 +39,27 @@ class MontySandbox:
         if self.session is None:
             self.start()
         self.answer, self.finished = answer, False
-        printed = self.monty.CollectString(max_bytes=10**6)
+        printed = self.monty.CollectString(max_bytes=PRINTED)
         try:
             value = self.session.feed_run(code, print_callback=printed)
-            output = printed.output + ("" if value is None else repr(value))
+            output = printed.output + ("" if value is None else beginning(value, self.max_output))
         except self.monty.MontyCrashedError:
-            self.close()
-            output = "Stopped: the process ended. Python starts anew, all variables are gone."
+            output = self.stopped()
         except (self.monty.MontyRuntimeError, self.monty.MontySyntaxError) as error:
             output = printed.output + error.display("type-msg")
         except (self.monty.MontyError, ValueError, RecursionError) as error:  # values that cannot be handed over
             output = printed.output + f"{type(error).__name__}: {error}"
+        if self.session.worker_pid is None:  # so it may be after a MemoryError, which is no crash
+            output = self.stopped()
         if self.finished:
             self.close()
             return ""
         return re.sub(r" at 0x[0-9a-f]+", "", output[: self.max_output].encode("utf-8", "replace").decode("utf-8"))
+
+    def stopped(self) -> str:
+        """The output of a turn that has cost the process its life."""
+        self.close()
+        return "Stopped: the process ended. Python starts anew, all variables are gone."
 
     def call(self, name: str, /, *args, **kwargs) -> object:
         """Answers one call of the code; after the last one there is no other."""
@@ -78,7 +86,8 @@ class MontySandbox:
             apps.setdefault(app, {})[rest] = partial(self.call, name)
         apis = monty.ExternalModule({app: monty.ExternalModule(calls) for app, calls in apps.items()})
         limits = {"max_feed_duration_secs": self.seconds, "max_memory": MEMORY}
-        self.session = POOL[0].checkout(limits=limits, external_modules={"apis": apis}).__enter__()
+        options = {"limits": limits, "external_modules": {"apis": apis}, "os_policy": {"sleep": "zero"}}
+        self.session = POOL[0].checkout(**options).__enter__()
         self.session.feed_run("import apis")
 
     def close(self) -> None:
@@ -86,3 +95,33 @@ class MontySandbox:
         if self.session is not None:
             session, self.session = self.session, None
             session.__exit__(None, None, None)
+
+
+BRACKETS = {list: "[]", tuple: "()", set: "{}", dict: "{}", frozenset: ("frozenset({", "})")}
+PLAIN = (type(None), bool, int, float, complex, type(...), date, datetime, time, timedelta)
+
+
+def beginning(value: object, room: int) -> str:
+    """The first `room` characters of repr(value), and perhaps some more; of what the code itself has defined its name.
+
+    Not repr itself: a list of a list of ... forty deep, each of which holds the next one twice, is small here, and its
+    repr would never end.
+
+    >>> beginning({"a": [1, (2.5,), set()]}, 100), beginning([[0] * 1000] * 1000, 8)
+    ("{'a': [1, (2.5,), set()]}", '[[0, 0, 0]]')
+    """
+    kind = type(value)
+    if kind in (str, bytes):
+        return repr(value[:room])
+    if kind not in BRACKETS or not value:
+        return repr(value) if kind in BRACKETS or kind in PLAIN else f"<{getattr(value, 'name', kind.__name__)}>"
+    text, end = BRACKETS[kind]
+    for i, item in enumerate(value.items() if kind is dict else value):
+        if len(text) >= room:
+            break
+        text += ", " if i else ""
+        if kind is dict:
+            name, item = item
+            text += beginning(name, room - len(text)) + ": "
+        text += beginning(item, room - len(text))
+    return text + ("," if kind is tuple and len(value) == 1 else "") + end

@@ -524,11 +524,15 @@ def test_the_stricter_sandbox_solves_the_same_tasks():
         ("while True: pass", "TimeoutError"), ("'x' * 10 ** 10", "MemoryError"), ("(", "SyntaxError"),
         ("apis.shop.search(item='tea')", "has no parameter item"), ("apis.shop.nothing()", "AttributeError"),
         ("apis.shop.search('tea')", "keyword arguments only"), ("apis.shop.search(product={1})", "must be str"),
-        ("x", " 3"),
+        ("x", " 3"), ("x = [0]\nfor i in range(40):\n    x = [x, x]\nx", " [[["), ("class A:\n    y = 1\nA()", " <A>"),
+        ("import time\nfor i in range(3):\n    time.sleep(9)\n5", " 5"), ("'x' * 60_000_000", "Stopped"),
+        ("1 + 1", " 2"), ("10 ** 5000", "ValueError"),
     ]:  # fmt: skip
         assert output in output_of(world, code) and not difference(world.task.state, read_state(world.db))
         world.turns = 0
-    shown = output_of(world, "try:\n    apis.supervisor.complete_task()\nexcept Exception:\n    apis.shop.buy(item=1)")
+    shown = output_of(
+        world, "try:\n    apis.supervisor.complete_task(answer=10**5000)\nexcept Exception:\n    apis.shop.buy(item=1)"
+    )
     assert "Task completed" in shown
     world.close()
 

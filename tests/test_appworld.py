@@ -133,7 +133,7 @@ def world(fake):
 
 def seen(world) -> list:
     """The requests that the present server has had."""
-    lines = (world.server.log.parent / "seen").read_text().splitlines()
+    lines = (world.server.folder / "seen").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -308,7 +308,7 @@ def test_a_server_that_hangs_is_killed_and_the_next_episode_has_another(fake, mo
     monkeypatch.setattr(appworld, "GRACE", -99)  # so that one second is patience enough
     world = envs.make("appworld", **fake)
     world.reset(options={"index": 0})
-    pid, folder = pid_of(world), world.server.log.parent
+    pid, folder = pid_of(world), world.server.folder
     start = time.monotonic()
     with pytest.raises(envs.WorldBroken, match=r"^appworld, ain0_1: /execute: TimeoutError: timed out$"):
         world.step("while True: pass")
@@ -319,6 +319,22 @@ def test_a_server_that_hangs_is_killed_and_the_next_episode_has_another(fake, mo
     world.reset(options={"index": 1})
     assert pid_of(world) != pid and world.step(world.expert(""))[1] == 1.0
     world.close()
+
+
+def test_a_reply_that_drips_and_a_log_that_is_a_pipe_are_not_waited_for(fake, monkeypatch):
+    monkeypatch.setattr(appworld, "GRACE", -99)
+    drip = (
+        "import gc\nhandler = [x for x in gc.get_objects() if type(x).__name__ == 'Handler'][-1]\n"
+        "handler.wfile.write(b'HTTP/1.0 200 OK\\r\\n\\r\\n')\n"
+        "while True:\n    handler.wfile.write(b' ')\n    time.sleep(0.3)"
+    )
+    pipe = "os.remove('log'); os.mkfifo('log')\nreply('HTTP/1.0 500 no\\r\\n\\r\\n')"
+    for code, reason in ((drip, "JSONDecodeError"), (pipe, "error 500")):
+        world, start = envs.make("appworld", **fake), time.monotonic()
+        world.reset(options={"index": 0})
+        with pytest.raises(envs.WorldBroken, match=rf"/execute: .*{reason}"):
+            world.step(code)
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -379,10 +395,10 @@ def test_the_server_sees_nothing_of_our_environment(world, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hf_123")
     world.reset(options={"index": 0})
     seen = world.step("print(sorted(os.environ), os.environ['HOME'], os.getcwd())")[0].rpartition("=> ")[2]
-    assert "SECRET" not in seen and str(world.server.log.parent) in seen
+    assert "SECRET" not in seen and str(world.server.folder) in seen
     names = set(re.findall(r"'(\w+)'", seen))
     assert names <= {*appworld.KEPT, "HOME", "PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"}  # the shell adds the last
-    assert world.server.log.parent.stat().st_mode & 0o777 == 0o700  # nobody else can reach its socket
+    assert world.server.folder.stat().st_mode & 0o777 == 0o700  # nobody else can reach its socket
 
 
 def test_the_start_replaces_the_address_and_reads_no_file_of_variables(tmp_path):
@@ -434,7 +450,7 @@ def test_closed_or_forgotten_a_world_leaves_nothing(fake):
     world = envs.make("appworld", **fake)
     for forget in (False, True):
         world.reset(options={"index": 0})
-        pid, folder = pid_of(world), world.server.log.parent
+        pid, folder = pid_of(world), world.server.folder
         assert is_alive(pid) and (folder / "data").is_symlink()
         if forget:
             del world
@@ -452,7 +468,7 @@ def test_nothing_survives_the_death_of_the_parent(fake, busy):
         "import envs, threading, time\n"
         f"world = envs.make('appworld', appworld={str(fake['appworld'])!r}, root={str(fake['root'])!r})\n"
         "world.reset(options={'index': 0})\n"
-        "print(world.step('print(os.getpid())')[0].rpartition('=> ')[2].strip(), world.server.log.parent, flush=True)\n"
+        "print(world.step('print(os.getpid())')[0].rpartition('=> ')[2].strip(), world.server.folder, flush=True)\n"
         f"world.step('while True: pass') if {busy} else time.sleep(100)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -644,7 +660,7 @@ def test_the_package_reads_nothing_of_our_environment(real_world, monkeypatch):
     real_world.close()
     real_world.reset(options={"index": 0})
     assert real_world.step("import os\nprint('SECRET' in str(os.environ), os.environ['HOME'])")[0].endswith(
-        f"\n=> False {real_world.server.log.parent}\n"
+        f"\n=> False {real_world.server.folder}\n"
     )
     assert not list((real_world.data.parent).glob("experiments"))  # it writes to the server's own folder
 
