@@ -26,13 +26,14 @@ def check(seeds: int, jobs: int, out: Path | None, start: str, end: str) -> None
 
 
 def interval(values: list[float], digits: int = 1) -> str:
-    """Mean and half width of the 95 % interval of the mean; of one value there is none.
+    """Mean and half width of the 95 % interval of the mean; of two values these, as their interval says nothing.
 
-    >>> interval([1.0, 2.0, 3.0]), interval([2.0], digits=2)
-    ('2.0 ± 2.5', '2.00')
+    >>> interval([1.0, 2.0, 3.0]), interval([3.0, 1.0]), interval([2.0], digits=2)
+    ('2.0 ± 2.5', '2.0 (3.0, 1.0)', '2.00')
     """
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
+    if len(values) <= 2:
+        both = ", ".join(f"{value:.{digits}f}" for value in values)
+        return f"{statistics.fmean(values):.{digits}f} ({both})" if len(values) == 2 else both
     half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
 

@@ -29,7 +29,7 @@ def test_the_quick_table(tmp_path):
     text = page.read_text()
     assert text.startswith(f"before\n{table1.START}\n| method") and text.endswith(f"{table1.END}\nafter\n")
     for row in table1.ROWS:
-        assert re.search(rf"^\| {re.escape(row)} \| -?\d+\.\d\d ± \d", text, re.M), row
+        assert re.search(rf"^\| {re.escape(row)} \| -?\d+\.\d\d \(-?\d", text, re.M), row
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -52,6 +52,7 @@ def test_a_run_that_fails_is_one_line(tmp_path, capfd):
 def test_an_interval_and_a_place_in_a_page(tmp_path, capfd):
     """Student's t for three values: 4.30 standard errors on each side. Marks in the wrong order are no place."""
     assert tables.interval([1.0, 2.0, 3.0]) == "2.0 ± 2.5"
+    assert tables.interval([3.0, 1.0]) == "2.0 (3.0, 1.0)", "the interval of two says nothing"
     assert tables.interval([2.0], digits=2) == "2.00", "of one value there is none"
     page = tmp_path / "page.md"
     page.write_text("a <b> old </b> c")
