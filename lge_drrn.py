@@ -474,7 +474,6 @@ def main(args: Args) -> dict[str, float]:
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
     rng, num_tasks, guide = np.random.default_rng(args.seed), len(variations(args.task, "train")), Guide(args)
     worlds = Worlds(args.worlds, task=args.task, simplifications=args.simplifications, step_limit=args.step_limit)
 
@@ -492,6 +491,7 @@ def main(args: Args) -> dict[str, float]:
         run = Path(args.runs) / f"{args.env}__lge_drrn__{args.seed}__{now}"
         shown = [text + "\n" for text in worlds.texts(args.vocabulary_steps, rng)]
         texts = Texts(make_tokenizer(shown, args.vocabulary))  # D5
+    torch.manual_seed(args.seed)  # here: to load a guide draws numbers, too
     network = DRRN(len(texts.tokenizer), args.hidden, args.q_hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     replay, guide.texts = Replay(args.memory, args.priority_fraction), texts

@@ -393,6 +393,17 @@ def state_of(folder: Path) -> dict:
     return torch.load(next(folder.glob("checkpoints/*/state.pt")), weights_only=True)
 
 
+def test_the_same_seed_draws_the_same_network_with_a_guide_and_without(tmp_path, toy, guide_folder):
+    copy, weights = shutil.copytree(guide_folder, tmp_path / "guide"), []
+    without = transformers.BertModel.from_pretrained(guide_folder, add_pooling_layer=False)
+    without.save_pretrained(copy)  # as guide_simcse.py does: what is missing is drawn when it is loaded
+    for name, guide in (("with", str(copy)), ("without", "none")):
+        folder, summary = run(tmp_path / name, guide=guide, steps=2, eval_every=2, batch=64, memory=200)
+        assert summary["updates"] == 0
+        weights.append(state_of(folder)["network"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def logged(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
