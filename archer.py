@@ -397,7 +397,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 
 def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
-    """A byte-pair vocabulary trained on the demonstrations, with all bytes in it: any text can be written."""
+    """A byte-pair vocabulary trained on these texts, with all bytes in it: any text can be written."""
     tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)

@@ -99,7 +99,7 @@ class Args:
 
 
 METRICS = {
-    "train/loss": "E1 in nats; should fall, log of the batch's distinct actions is chance",
+    "train/loss": "E1 in nats; should fall, log of 1 + the negatives of a pair is chance",
     "train/accuracy": "share of the batch's pairs whose gold action is above all negatives; should rise towards 1",
     "train/grad_norm": "before clipping; a jump is a batch that the guide cannot explain",
     "eval/rsr50": "E2, share of the relevant actions among the first 50; those that lge_drrn.py keeps",
@@ -227,15 +227,16 @@ def count_negatives(count_A: torch.Tensor, gold_P: torch.Tensor, is_gold_PA: tor
 
 
 def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int) -> dict[str, float]:
-    """E2 to E4 of one state, from the scores of its valid actions; of equal scores the earlier ranks first.
+    """E2 to E4 of one state. Of equal scores the earlier ranks first; in E3 they count together, as in scikit-learn.
 
     >>> metrics = ranking_metrics(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]), 2)
     >>> metrics["map"], metrics["gar"], metrics["rsr10"]
     (0.8333333333333333, 3, 1.0)
     """
     order_A = np.argsort(-score_A, kind="stable")
-    hits_A = is_relevant_A[order_A]
-    precision_A = hits_A.cumsum() / np.arange(1, len(hits_A) + 1)
+    hits_A, below_A = is_relevant_A[order_A], -score_A[order_A]
+    as_good_A = np.searchsorted(below_A, below_A, side="right")  # how many score at least as much
+    precision_A = hits_A.cumsum()[as_good_A - 1] / as_good_A
     rank = int(np.flatnonzero(order_A == gold)[0]) + 1
     metrics = {f"rsr{k}": float(hits_A[:k].sum() / hits_A.sum()) for k in (50, 20, 10)}  # E2
     metrics["map"] = float(precision_A[hits_A].mean())  # E3
@@ -377,17 +378,19 @@ def baselines(steps: list[Step], records: list[dict], seed: int) -> dict[str, di
     G_tau takes the gold actions of all training variations of the task, G_gamma those of one of them, drawn anew for
     every step. The paper does not say how equals are ordered.
     """
-    rng, gold = np.random.default_rng(seed), defaultdict(lambda: defaultdict(set))
+    rng, gold, drawn = np.random.default_rng(seed), defaultdict(lambda: defaultdict(set)), []
     for record in records:
         gold[record["task"]][record["variation"]].add(record["pos"])
     scores = {"random": [], "G_gamma": [], "G_tau": []}
     for step in steps:
-        variations = list(gold[step.task].values()) or [set()]
-        known = {"random": set(), "G_tau": set().union(*variations)}
-        known["G_gamma"] = variations[rng.integers(len(variations))]
+        paths = list(gold[step.task].values()) or [set()]
+        known = {"random": set(), "G_tau": set().union(*paths), "G_gamma": paths[rng.integers(len(paths))]}
+        lot = rng.permutation(len(step.actions))
+        actions, gold_place = [step.actions[i] for i in lot], int(lot.argsort()[step.gold])
+        drawn.append(replace(step, actions=actions, relevant=step.relevant[lot], gold=gold_place))
         for name, rows in scores.items():
-            rows.append(np.array([a in known[name] for a in step.actions]) + 0.5 * rng.random(len(step.actions)))
-    return {name: by_task(steps, rows) for name, rows in scores.items()}
+            rows.append(np.array([action in known[name] for action in actions], float))
+    return {name: by_task(drawn, rows) for name, rows in scores.items()}
 
 
 def best_actions(step: Step, score_A: np.ndarray, k: int = 10) -> list[str]:
@@ -554,10 +557,8 @@ def main(args: Args) -> dict[str, float]:
         for k in range(args.updates):
             done = (iteration - 1 + (k + 1) / (args.updates + 1)) / args.iterations  # above 0, below 1
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 10 * done) * (1 - done)  # up, then down to zero
-            if args.sampling == "balanced":
-                tuples = balanced_tuples(examples, args, rng)
-            else:
-                tuples = [examples.tuples[i] for i in rng.integers(len(examples.tuples), size=args.batch)]
+            paper = rng.integers(len(examples.tuples), size=args.batch) if args.sampling == "paper" else []
+            tuples = [examples.tuples[i] for i in paper] or balanced_tuples(examples, args, rng)  # D2
             learned += len(tuples)
             rows.append(update(encoder, tokenizer, optimizer, tuples, examples.gold, args))
         encoder.eval()

@@ -1,6 +1,7 @@
 """Table 3 of LGE: what the guide is worth to an explorer of ScienceWorld, by task, for some seeds and equal steps.
 
-    python benchmarks/lge.py                                   # a night and more; goes on where it was stopped
+    python benchmarks/lge.py                                   # 17 hours; goes on where it was stopped
+    python benchmarks/lge.py --jobs 2                          # two runs at a time on 2 cores: 9 hours
     python benchmarks/lge.py --tasks T12 --seeds 3             # one task
     python benchmarks/lge.py --quick                           # minutes, and its figures mean nothing
     python benchmarks/lge.py --out docs/lge_drrn.md            # puts the table between the file's two marks
@@ -72,16 +73,17 @@ def finished(folder: Path) -> Path | None:
     return None
 
 
-def group_of(args: Args, guide: str) -> str:
-    """Other options or another guide, other runs: the name of the folder that holds them."""
+def group_of(args: Args, guide: str, row: str = "") -> str:
+    """Other options or, where the row has one, another guide are other runs: the name of the folder that holds them."""
     options = quote((QUICK if args.quick else args.options).strip(), safe="=") or "default"
-    return options if guide == "none" else f"{options}__{Path(guide).resolve().parent.name}"
+    has_guide = guide != "none" and "none" not in ROWS.get(row, [])
+    return f"{options}__{Path(guide).resolve().parent.name}" if has_guide else options
 
 
 def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     """Runs one cell, or goes on with it, unless it has ended before; the folder of its run."""
     options = QUICK if args.quick else args.options
-    folder = args.runs / group_of(args, guide) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
+    folder = args.runs / group_of(args, guide, row) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
     if run := finished(folder):
         return run
     command = [sys.executable, str(SCRIPT), "--task", task, "--seed", str(seed), "--guide", guide]
@@ -137,14 +139,14 @@ def main(args: Args) -> str:
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
     # --- the cells: those known, and those to run
-    known, group, lock = read_lines(args.known), group_of(args, guide), threading.Lock()
-    outcomes = {(r["task"], r["method"], r["seed"]): r for r in known if r["group"] == group}
+    known, lock, groups = read_lines(args.known), threading.Lock(), {row: group_of(args, guide, row) for row in ROWS}
+    outcomes = {(r["task"], r["method"], r["seed"]): r for r in known if r["group"] == groups.get(r["method"])}
     cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
 
     def run_and_keep(cell: tuple[str, str, int]) -> None:
         ended = outcome(run_cell(args, guide, *cell))
         with lock:
-            outcomes[cell] = {"group": group, "task": cell[0], "method": cell[1], "seed": cell[2]} | ended
+            outcomes[cell] = {"group": groups[cell[1]], "task": cell[0], "method": cell[1], "seed": cell[2]} | ended
             known.append(outcomes[cell])
             if args.known:
                 write_lines(args.known, known)
@@ -157,7 +159,7 @@ def main(args: Args) -> str:
             stop(str(error))
 
     # --- curves
-    folder = args.runs / group
+    folder = args.runs / group_of(args, guide)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "curves.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

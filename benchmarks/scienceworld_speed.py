@@ -1,17 +1,21 @@
-"""Steps per second of ScienceWorld alone, played at random by worlds side by side, and what they cost.
+"""Steps per second of ScienceWorld alone, played at random by worlds side by side, and of lge_drrn.py's whole loop.
 
     python benchmarks/scienceworld_speed.py                          # 8 worlds, a thread each
     python benchmarks/scienceworld_speed.py --worlds 1
     python benchmarks/scienceworld_speed.py --processes 2            # four threads in each of two processes
+    python benchmarks/scienceworld_speed.py --loop runs/RUN/guide    # the whole loop, with that guide and without
 
-The steps per second of the whole training loop are lge_drrn.py's own metric time/steps_per_second. CPU seconds are the
-figure to compare on a machine that does other work, too.
+CPU seconds are the figure to compare on a machine that does other work, too. The loop's figures are the script's own
+metric time/steps_per_second in each hundred steps; evaluations are not counted.
 """
 
 import argparse
+import json
 import multiprocessing
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import envs
+
+SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
 
 
 def java_figures(pid: int) -> tuple[float, float]:
@@ -54,14 +60,34 @@ def measure(task: str, seeds: range, warm_up: int, steps: int, together) -> tupl
     return seconds, sum(row[0] for row in after) - sum(before), cpu, [row[1] for row in after]
 
 
+def loop(task: str, worlds: int, steps: int, guide: str) -> None:
+    """Runs lge_drrn.py three times, one after the other, and prints what its worlds made together in a second."""
+    rows = {"LGE": ["--guide", guide], "DRRN": ["--guide", "none"]}
+    rows["random"] = [*rows["DRRN"], "--explorer", "random"]
+    for name, options in rows.items():
+        with tempfile.TemporaryDirectory() as runs:
+            command = [sys.executable, str(SCRIPT), "--task", task, "--worlds", str(worlds), "--steps", str(steps)]
+            command += ["--eval-episodes", "1", "--runs", runs, *options]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ended.returncode != 0:
+                sys.exit(ended.stderr.splitlines()[-1])
+            (log,) = Path(runs).glob("*/metrics.jsonl")
+            figures = [json.loads(line)["time/steps_per_second"] for line in log.read_text().splitlines()]
+        print(f"{name:6s} {worlds} worlds, steps/s: {'  '.join(f'{figure:.1f}' for figure in figures)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps per second of ScienceWorld alone.")
     parser.add_argument("--task", default="find-living-thing")
     parser.add_argument("--worlds", type=int, default=8)
     parser.add_argument("--processes", type=int, default=1, help="of Python, among which the worlds are divided")
-    parser.add_argument("--steps", type=int, default=200, help="of each world")
+    parser.add_argument("--steps", type=int, help="of each world; by default 200, and 300 of the loop")
     parser.add_argument("--warm-up", type=int, default=200, help="steps of each before, as Java compiles while it runs")
+    parser.add_argument("--loop", metavar="GUIDE", help="a guide's folder: time the whole loop instead")
     args = parser.parse_args()
+    if args.loop:
+        return loop(args.task, args.worlds, args.steps or 300, args.loop)
+    args.steps = args.steps or 200
     if not 1 <= args.processes <= args.worlds:
         parser.error(f"--processes {args.processes}: give 1 to --worlds, which is {args.worlds}")
     shares = [range(i, args.worlds, args.processes) for i in range(args.processes)]

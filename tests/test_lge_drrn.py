@@ -482,7 +482,16 @@ def command(monkeypatch, *words: str) -> None:
     runpy.run_path(lge_drrn.__file__, run_name="__main__")
 
 
-@pytest.mark.parametrize("change", [("--memory", "80"), ("--priority-fraction", "0.2"), ("--hidden", "16")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--memory", "80"),
+        ("--priority-fraction", "0.2"),
+        ("--hidden", "16"),
+        ("--task", "find-plant"),
+        ("--explorer", "random"),
+    ],
+)
 def test_what_a_resumed_run_must_keep(toy, tmp_path, monkeypatch, change, capsys):
     folder, _ = run(tmp_path, steps=12)
     with pytest.raises(SystemExit):
@@ -533,6 +542,18 @@ def test_the_random_explorer_learns_nothing(toy, tmp_path):
     folder, summary = run(tmp_path, explorer="random")
     assert summary["updates"] == 0 and "eval_test_score" in summary
     assert not any(tag.startswith("explorer/") for row in logged(folder) for tag in row)
+
+
+def test_random_play_is_another_with_another_seed(toy, tmp_path):
+    """The variations are the same for all seeds, what is played there is not; with the same seed it is."""
+
+    def played(seed: int, name: str) -> list:
+        folder, _ = run(tmp_path / name, explorer="random", steps=4, seed=seed)
+        rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        return [(row["split"], row["variation"], [turn["action"] for turn in row["turns"]]) for row in rows]
+
+    first, again, other = played(1, "a"), played(1, "b"), played(2, "c")
+    assert first == again and first != other
 
 
 def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path, monkeypatch):

@@ -112,3 +112,9 @@ def test_a_run_that_fails_is_one_line(tmp_path, capfd):
         lge.main(lge.Args(tasks=("cook",), guide="none", runs=tmp_path))
     (line,) = capfd.readouterr().err.splitlines()
     assert "cook, random, seed 1" in line
+
+
+def test_runs_without_a_guide_serve_every_guide():
+    args = lge.Args(options="--steps 9")
+    assert lge.group_of(args, "runs/a/guide", "LGE fixed") == "--steps%209__a" != lge.group_of(args, "runs/b/guide")
+    assert {lge.group_of(args, f"runs/{name}/guide", "DRRN") for name in "ab"} == {"--steps%209"}
