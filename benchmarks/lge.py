@@ -1,7 +1,7 @@
 """Table 3 of LGE: what the guide is worth to an explorer of ScienceWorld, by task, for some seeds and equal steps.
 
-    python benchmarks/lge.py                                   # 17 hours; goes on where it was stopped
-    python benchmarks/lge.py --jobs 2                          # two runs at a time on 2 cores: 9 hours
+    python benchmarks/lge.py                                   # a night and more; goes on where it was stopped
+    python benchmarks/lge.py --jobs 2                          # two runs at a time: 96 runs took 13.5 hours in sum
     python benchmarks/lge.py --tasks T12 --seeds 3             # one task
     python benchmarks/lge.py --quick                           # minutes, and its figures mean nothing
     python benchmarks/lge.py --out docs/lge_drrn.md            # puts the table between the file's two marks
