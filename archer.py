@@ -126,7 +126,7 @@ class Args:
 
 # The command line's other defaults, for worlds that are longer, repeat whole lines or pay rewards of another size (kl).
 SETTINGS = {
-    "twenty-questions-subset": {"iterations": 45},
+    "twenty-questions-subset": {"iterations": 40},
     "guess-my-city": {"warm_start_epochs": 4, "iterations": 40},
     "mini-detective": {
         "vocabulary": 1500, "demonstrations": 4000, "warm_start_epochs": 4,
