@@ -27,7 +27,7 @@ Differs from the paper (docs/archer.md has the reasons at length):
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
   D5  A tiny GPT-2 trained here (--actor gpt2), with measured learning rates. Table 3's 3e-4 and 6e-4 are 32 times the
       released 1e-5 and 2e-5, as the authors sum the gradients of 32 micro-batches, and Adam does not care for scale.
-  D6  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees.
+  D6  None from the paper, but from the rule: a time limit ends, too (--no-truncation-is-terminal bootstraps there).
   D7  The warm start learns to foresee replies, too (--no-warm-start-replies), and so what a question reveals.
   D8  The tiny actor's byte pairs may span words (--no-superwords), as in arXiv:2503.13423: 3 tokens a turn, not 9.
   D9  The actor's learning rate falls linearly to zero (--no-anneal-lr): the last steps undo less of the warm start.
@@ -730,11 +730,14 @@ def main(args: Args) -> dict[str, float]:
     # --- the actor of a checkpoint, or a new one
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         actor = make_actor(args, str(checkpoint / "actor"), [])
-        buffer = [Trajectory(**record) for record in read(checkpoint / "replay.jsonl")]
-        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        try:
+            state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
+            buffer = [Trajectory(**record) for record in read(checkpoint / "replay.jsonl")]
+            logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        except Exception as error:  # as many as there are ways to damage a file
+            stop(f"--resume {run}: {checkpoint.name} cannot be read ({type(error).__name__}); give another run")
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
         if args.critic not in ("tiny", "tiny-cls"):  # it is made after the warm start: better to know now
             load(transformers.AutoModel, args.critic, "--critic")
@@ -752,6 +755,7 @@ def main(args: Args) -> dict[str, float]:
         buffer, _ = rollout(actor, worlds, args, generator, rng.integers(2**31, size=len(worlds)).tolist())
         state = {"iteration": 0, "episodes": len(buffer), "critic_updates": 0}
         state |= {"evaluation": evaluation, "warm_start_return": evaluation["eval/return"]}
+        state["warm_start_greedy"] = evaluation["eval/return_greedy"]
         now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
         run, logs = Path(args.runs) / f"{args.env}__archer__{args.seed}__{now}", {name: [] for name in LOGS}
 
@@ -787,7 +791,7 @@ def main(args: Args) -> dict[str, float]:
         write(run / name, logs[name])
     if not args.resume:
         checkpoint_now()
-    print(f"{run}: the warm start returns {state['warm_start_return']:.2f}")
+    print(f"{run}: the warm start returns {state['warm_start_return']:.2f}, greedy {state['warm_start_greedy']:.2f}")
 
     # --- iterations
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
@@ -863,10 +867,10 @@ def check(args: Args) -> None:
     above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
     for name, value in vars(args).items():
         least = 0 if name in may_be_0 or type(value) is float else 1
-        most = 1 if name in shares else math.inf
+        most = 1 if name in shares else 2**63 - 1 if name == "seed" else math.inf
         if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
-            limits = f"{'more than' if name in above_0 else 'at least'} {least}" + " and at most 1" * (most == 1)
-            stop(f"--{name.replace('_', '-')} {value}: give {limits}")
+            limits = f"{'more than' if name in above_0 else 'at least'} {least}"
+            stop(f"--{name.replace('_', '-')} {value}: give {limits}" + f" and at most {most}" * (most < math.inf))
     if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     try:
@@ -917,9 +921,11 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
     """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
     iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
     shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
-    shown |= {"kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
+    shown |= {"invalid": "rollout/invalid", "kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
     shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
-    tqdm.write(line + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics))
+    for name, tag in shown.items():
+        line += f"  {name} {metrics[tag]:6.2f}" if tag in metrics else f"  {name}      -" * (tag in METRICS)
+    tqdm.write(line)
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)
@@ -949,7 +955,10 @@ def play(args: Args) -> None:
         ((ids,),) = fresh_utterances(actor, [so_far], world.append_only, args, generator)
         return spoken(actor.tokenizer, ids)
 
-    envs.play.answer(ask, world.reset(seed=args.seed)[0], world.max_turns)
+    observation, _ = world.reset(seed=args.seed)
+    if observation != "Questions:\n":
+        stop(f"--play {args.play}: in {args.env} nobody asks questions; its dialogues are in rollouts.jsonl")
+    envs.play.answer(ask, observation, world.max_turns)
 
 
 if __name__ == "__main__":
@@ -961,9 +970,10 @@ if __name__ == "__main__":
         except (OSError, ValueError, TypeError) as error:
             stop(f"--resume, --play {folder}: {error}; give the folder of a run of this script")
     args = tyro.cli(Args, default=Args(**settings))
-    for name in ("env", "seed", "actor", "critic", "width", "layers", "vocabulary", "superwords", "dataset"):
+    kept = ("env", "seed", "actor", "critic", "width", "layers", "vocabulary", "superwords", "dataset")
+    for name in (*kept, "demonstrations", *(name for name in settings if name.startswith("warm_start"))):
         if args.resume and getattr(args, name) != settings[name]:
-            stop(f"--{name}: the run has {settings[name]} and must keep it")
+            stop(f"--{name.replace('_', '-')}: the run has {settings[name]} and must keep it")
     check(args)
     try:
         play(args) if args.play else main(args)

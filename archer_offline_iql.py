@@ -707,11 +707,14 @@ def main(args: Args) -> dict[str, float]:
     state, logs = {"iteration": 0}, {name: [] for name in LOGS}
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         actor = make_actor(args, str(checkpoint / "actor"), [])
-        data = [Trajectory(**record) for record in read(run / "dataset.jsonl")]
-        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        try:
+            state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
+            data = [Trajectory(**record) for record in read(run / "dataset.jsonl")]
+            logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        except Exception as error:  # as many as there are ways to damage a file
+            stop(f"--resume {run}: {checkpoint.name} cannot be read ({type(error).__name__}); give another run")
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
         data = read_data(args, world)
         texts = [t.observations[-1:] if world.append_only else t.observations for t in data[:3000]]
@@ -822,10 +825,10 @@ def check(args: Args) -> None:
     above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
     for name, value in vars(args).items():
         least = 0 if name in may_be_0 or type(value) is float else 1
-        most = 1 if name in shares else math.inf
+        most = 1 if name in shares else 2**63 - 1 if name == "seed" else math.inf
         if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
-            limits = f"{'more than' if name in above_0 else 'at least'} {least}" + " and at most 1" * (most == 1)
-            stop(f"--{name.replace('_', '-')} {value}: give {limits}")
+            limits = f"{'more than' if name in above_0 else 'at least'} {least}"
+            stop(f"--{name.replace('_', '-')} {value}: give {limits}" + f" and at most {most}" * (most < math.inf))
     if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     try:
@@ -848,9 +851,11 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
     """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
     iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
     shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
-    shown |= {"kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
+    shown |= {"invalid": "rollout/invalid", "kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
     shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
-    tqdm.write(line + "".join(f"  {name} {metrics[tag]:6.2f}" for name, tag in shown.items() if tag in metrics))
+    for name, tag in shown.items():
+        line += f"  {name} {metrics[tag]:6.2f}" if tag in metrics else f"  {name}      -" * (tag in METRICS)
+    tqdm.write(line)
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)
@@ -880,7 +885,10 @@ def play(args: Args) -> None:
         ((ids,),) = fresh_utterances(actor, [so_far], world.append_only, args, generator)
         return spoken(actor.tokenizer, ids)
 
-    envs.play.answer(ask, world.reset(seed=args.seed)[0], world.max_turns)
+    observation, _ = world.reset(seed=args.seed)
+    if observation != "Questions:\n":
+        stop(f"--play {args.play}: in {args.env} nobody asks questions; its dialogues are in rollouts.jsonl")
+    envs.play.answer(ask, observation, world.max_turns)
 
 
 if __name__ == "__main__":
@@ -891,9 +899,10 @@ if __name__ == "__main__":
         except (OSError, ValueError, TypeError) as error:
             stop(f"--resume, --play {folder}: {error}; give the folder of a run of this script")
         args = tyro.cli(Args, default=saved)
-        for name in ("env", "seed", "actor", "width", "layers", "vocabulary", "superwords", "dataset", "mix"):
+        kept = ("env", "seed", "actor", "width", "layers", "vocabulary", "superwords", "critic", "actor_loss", "keep")
+        for name in (*kept, "dataset", "dataset_size", "dataset_seed", "mix"):
             if args.resume and getattr(args, name) != getattr(saved, name):
-                stop(f"--{name}: the run has {getattr(saved, name)} and must keep it")
+                stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     check(args)
     try:
         play(args) if args.play else main(args)

@@ -818,10 +818,13 @@ def main(args: Args) -> dict[str, float]:
     # --- the model of a checkpoint, or a new one
     if args.resume:
         run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         model = make_model(args, [], checkpoint)
-        logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        try:
+            state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
+            logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
+        except Exception as error:  # as many as there are ways to damage a file
+            stop(f"--resume {run}: {checkpoint.name} cannot be read ({type(error).__name__}); give another run")
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
         dialogues = worlds[0].demonstrations(args.demonstrations, args.seed)
         if not dialogues and args.model == "tiny":
@@ -935,10 +938,10 @@ def check(args: Args) -> None:
     above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
     for name, value in vars(args).items():
         least = 0 if name in may_be_0 or type(value) is float else 1
-        most = 1 if name in shares else math.inf
+        most = 1 if name in shares else 2**63 - 1 if name == "seed" else math.inf
         if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
-            limits = f"{'more than' if name in above_0 else 'at least'} {least}" + " and at most 1" * (most == 1)
-            stop(f"--{name.replace('_', '-')} {value}: give {limits}")
+            limits = f"{'more than' if name in above_0 else 'at least'} {least}"
+            stop(f"--{name.replace('_', '-')} {value}: give {limits}" + f" and at most {most}" * (most < math.inf))
     if args.width % (32 if args.width > 32 else 2):
         stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     try:
@@ -988,7 +991,8 @@ if __name__ == "__main__":
         except (OSError, ValueError, TypeError) as error:
             stop(f"--resume {args.resume}: {error}; give the folder of a run of this script")
         args = tyro.cli(Args, default=saved)
-        for name in ("env", "seed", "model", "width", "layers", "vocabulary", "lora", "lora_rank"):
+        kept = ("env", "seed", "model", "width", "layers", "vocabulary", "lora", "lora_rank", "drills", "exchanged")
+        for name in (*kept, "demonstrations", *(name for name in vars(saved) if name.startswith("warm_start"))):
             if getattr(args, name) != getattr(saved, name):
                 stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     try:

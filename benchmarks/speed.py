@@ -53,7 +53,8 @@ def main(args: Args) -> None:
     append_only = worlds.envs[0].append_only
 
     demonstrations = archer.read_demonstrations(args, worlds.envs[0])
-    actor = archer.make_actor(args, args.actor, [t.observations[-1] for t in demonstrations])
+    texts = [t.observations[-1:] if append_only else t.observations for t in demonstrations[:3000]]
+    actor = archer.make_actor(args, args.actor, [text for part in texts for text in part])
     archer.warm_start(actor, demonstrations, append_only, args, rng)
     baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
     critic = archer.make_critic(args, args.critic, actor, append_only, 0.0)
@@ -79,7 +80,8 @@ def main(args: Args) -> None:
         "actor step": lambda: archer.actor_update(*actor_step) and sum(map(len, acted)),
     }
     results = {f"{name}, utterances/s": rate(part, args.repeats, args.device) for name, part in parts.items()}
-    results["peak memory, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    unit = 2 ** (20 if sys.platform == "darwin" else 10)
+    results["peak memory, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     if args.device != "cpu":
         results["peak memory of the device, MB"] = torch.cuda.max_memory_allocated(args.device) / 2**20
     rows = [f"{name:<38}{value:8.0f}" for name, value in results.items()]

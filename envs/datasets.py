@@ -76,17 +76,17 @@ def read_dialogues(
 
     Left out is what no world would write: a question without end or of more than `max_chars` characters, a history
     of more than `max_history`. `append_only` says whether a reply in rollouts.jsonl adds to the observation before it
-    or takes its place. Raises ValueError with number and field of a malformed record.
+    or takes its place. Raises ValueError with the number, from 0, and the field of a malformed record.
     """
     records, where = [], ""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        if text.lstrip()[:1] == "[":
-            records = json.loads(text)
-        for n, line in enumerate([] if records else filter(str.strip, text.split("\n"))):
+        is_list = text.lstrip()[:1] == "["
+        for n, line in enumerate([] if is_list else filter(str.strip, text.split("\n"))):
             where = f"record {n}: "
             records.append(json.loads(line))
-    except (OSError, ValueError) as error:
+        records = json.loads(text) if is_list else records
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: {where}{error}; give a JSON list of dialogues, or a line of JSON a dialogue"
         ) from error
@@ -96,6 +96,7 @@ def read_dialogues(
     for n, record in enumerate(records):
         try:
             made, why, repairs = read_record(record, append_only)
+            json.dumps(made, ensure_ascii=False).encode()  # half a surrogate pair is no text: nobody could save it
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: record {n}, {error}") from None
         if made and max(map(len, made["actions"])) > max_chars:
@@ -145,11 +146,15 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
         return made | {"terminated": record["terminated"], "answer": record["answer"]}, "", 0
     if "conversation" in record:
         check(record, {"conversation": list, "done": bool, "word": str})
+        if not all(isinstance(line, str) for line in record["conversation"]):
+            raise ValueError('field "conversation": each must be text, "question? answer"')
         return from_lines(record["conversation"], record["done"], record["word"])
     check(record, {"lines": list, "correct": bool, "word": list})
     if not all(isinstance(line, str) and "? " in line for line in record["lines"]):
         raise ValueError('field "lines": each must be text, "question? answer"')
-    return from_lines(record["lines"], record["correct"], str(record["word"][0]))
+    if not all(isinstance(name, str) and name for name in record["word"]):
+        raise ValueError('field "word": each must be a name')
+    return from_lines(record["lines"], record["correct"], record["word"][0])
 
 
 def check(record: dict, fields: dict[str, type]) -> None:
@@ -183,7 +188,7 @@ def from_lines(lines: list[str], success: bool, answer: str) -> tuple[dict | Non
     if len(lines) > MAX_TURNS:
         return None, f"more than {MAX_TURNS} turns", 0
     for line in lines:
-        said, mark, reply = str(line).rpartition("? ")
+        said, mark, reply = line.rpartition("? ")
         if not mark:
             return None, "a line that is no question and answer", 0
         question = said.strip().split("\n")[-1]

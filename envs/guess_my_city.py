@@ -522,9 +522,14 @@ def model_oracle(folder: str) -> Callable[[str, str], str]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"the oracle {folder} cannot be loaded; {advice}") from error
+        options = {"local_files_only": True, "output_loading_info": True}
+        model, found = AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
+        if found["missing_keys"]:
+            raise ValueError(f"no weights for {min(found['missing_keys'])}")  # else they would be drawn at random
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise FileNotFoundError(f"the oracle {folder} cannot be loaded ({reason}); {advice}") from error
+    model.eval()
 
     @lru_cache(maxsize=100_000)
     def answer(city: str, question: str) -> str:

@@ -1,8 +1,10 @@
-"""Play a world yourself: python -m envs.play twenty-questions [--index N] [--seed S] [--show-answer]"""
+"""Play a world yourself: python -m envs.play twenty-questions [--index N] [--option matching=paper] [--show-answer]"""
 
 import argparse
 import sys
 from collections.abc import Callable
+
+import gymnasium.error
 
 import envs
 
@@ -37,12 +39,14 @@ def main() -> int:
     parser.add_argument("id", help="one of: " + ", ".join(envs.ENVS))
     parser.add_argument("--index", type=int, help="number of the task; drawn if not given")
     parser.add_argument("--seed", type=int, help="seed of that draw")
+    about = "an option of the world, as in envs.make: oracle=FOLDER, matching=paper; may be repeated"
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help=about)
     parser.add_argument("--show-answer", action="store_true", help="say what is hidden before the first turn")
     args = parser.parse_args()
     try:
-        world = envs.make(args.id)
+        world = envs.make(args.id, **dict(option.partition("=")[::2] for option in args.option))
         observation, info = world.reset(seed=args.seed, options={} if args.index is None else {"index": args.index})
-    except (ValueError, envs.Unavailable) as error:
+    except (ValueError, envs.Unavailable, gymnasium.error.Error) as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -104,7 +104,10 @@ def names_of(word: str) -> list[str]:
 NAMES = {name: word for word in WORDS for name in names_of(word)}
 
 OPENING = re.compile(r"(is|are|was|does|do|did|can|could|will|would|has|have|should|might)\b")
-NEGATION = re.compile(r"\bnot\b|n't\b")
+NEGATION = re.compile(
+    r"n't\b|\b(not|no|non|none|never|neither|nor|cannot|unable|without|lacks?|lacking|except|instead|rather than"
+    r"|(other|else|different) (than|from)|anything but|inanimate|unlike)\b"
+)
 SUBJECT = re.compile(
     r"(is|are|was|might|could|can|would) "
     r"(it|they|this|that|you thinking of|the object in question|"
@@ -129,6 +132,12 @@ SIZE_WORDS = [
 
 KINDS = [(re.compile(rf"\b(?:{row['match']})\b"), row["ask"]) for row in FACTS["kinds"]]
 TRAITS = [(re.compile(rf"\b(?:{row['match']})\b"), row["ask"]) for row in FACTS["traits"]]
+
+
+PREY = re.compile(  # what it lives on, which is not what it is
+    r"\b(eats?|hunts?|chases?|kills?|catch(es)?|food for) (an? |other |small |some |wild )?"
+    r"(animals?|mammals?|creatures?|people|humans?|fruits?|vegetables?|plants?|trees?)\b"
+)
 
 
 @lru_cache(maxsize=100_000)
@@ -159,7 +168,7 @@ def parse(question: str) -> Question | None:
     for pattern, words in SIZE_WORDS:
         if pattern.search(rest):
             return Question(words)
-    ask = longest_match(TRAITS, rest) or longest_match(KINDS, rest)
+    ask = longest_match(TRAITS, rest) or longest_match(KINDS, PREY.sub("", rest))
     return Question(QUESTIONS[ask]) if ask else None
 
 
@@ -201,9 +210,14 @@ def model_oracle(folder: str) -> Callable[[str, str], str]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"the oracle {folder} cannot be loaded; {advice}") from error
+        options = {"local_files_only": True, "output_loading_info": True}
+        model, found = AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
+        if found["missing_keys"]:
+            raise ValueError(f"no weights for {min(found['missing_keys'])}")  # else they would be drawn at random
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise FileNotFoundError(f"the oracle {folder} cannot be loaded ({reason}); {advice}") from error
+    model.eval()
 
     @lru_cache(maxsize=100_000)
     def answer(word: str, question: str) -> str:

@@ -853,6 +853,60 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world, loss, truncation_is
     assert metrics["critic/v_loss"] == pytest.approx(np.mean(v_terms), rel=1e-4)
 
 
+def test_the_critics_error_is_that_against_monte_carlo(actor, tokenizer):
+    """Its two figures from the returns and V of each state, one by one."""
+    played, _ = play("toy", actor, tokenizer, n=4)
+    for n, t in enumerate(played):
+        t.rewards = [0.3 * n - k for k in range(len(t))]
+    critic = make_critic(actor, tokenizer, True, seed=1)
+    v = [[value_alone(critic, t, k, "ant")[0].mean().item() for k in range(len(t))] for t in played]
+    g = [[sum(0.8 ** (j - k) * t.rewards[j] for j in range(k, len(t))) for k in range(len(t))] for t in played]
+    fresh = [["ant"] * (len(t) + 1) for t in played]
+    metrics = archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, fresh, small(gamma=0.8))
+    first = np.mean([values[0] - returns[0] for values, returns in zip(v, g, strict=True)])
+    flat = np.concatenate(v) - np.concatenate(g)
+    explained = 1 - flat.var(ddof=1) / np.concatenate(g).var(ddof=1)
+    assert metrics["critic/bias"] == pytest.approx(first, rel=1e-4)
+    assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "tiny-cls"])
+def test_D4_a_new_critic_says_the_mean_return(actor, kind):
+    """Near enough: only the last bias is set, what lies before it is drawn."""
+    critic = archer.make_critic(small(critic=kind), kind, actor, True, -40.0)
+    played, _ = play("toy", actor, actor.tokenizer, n=4)
+    with torch.no_grad():
+        v_S2, q_N2 = critic(played, [0, 1], ["ant", "bee"])
+    assert (v_S2 + 40).abs().max() < 2 and (q_N2 + 40).abs().max() < 2
+
+
+def test_D4_is_the_mean_discounted_return_of_the_first_dialogues(tmp_path, monkeypatch):
+    asked, make = [], archer.make_critic
+    monkeypatch.setattr(archer, "make_critic", lambda *given: asked.append(given) or make(*given))
+    monkeypatch.setattr(archer, "critic_update", lambda *_: {"critic/q_loss": 0.0})
+    run, _ = go(tmp_path, iterations=1, gamma=0.5, rollouts=8, buffer_size=10_000)
+    first = lines_of(archer.newest_checkpoint(str(run), "--resume"), "replay.jsonl")[:8]
+    expected = np.mean([sum(r * 0.5**k for k, r in enumerate(t["rewards"])) for t in first])
+    assert asked[0][-1] == pytest.approx(expected)
+
+
+def test_the_buffer_forgets_the_oldest(tmp_path, monkeypatch):
+    """What is left is the end of what was played, and no more than the buffer may hold."""
+    played, rollout = [], archer.rollout
+
+    def listening(*given):
+        dialogues, nll = rollout(*given)
+        if len(given) == 5:  # not an evaluation, which says which tasks
+            played.extend(t.observations for t in dialogues)
+        return dialogues, nll
+
+    monkeypatch.setattr(archer, "rollout", listening)
+    run, _ = go(tmp_path, iterations=3, buffer_size=20)
+    kept = lines_of(archer.newest_checkpoint(str(run), "--resume"), "replay.jsonl")
+    assert 0 < len(kept) < len(played) == 16 and sum(len(t["actions"]) for t in kept) <= 20
+    assert [t["observations"] for t in kept] == played[-len(kept) :]
+
+
 def test_critic_update_moves_the_critic_and_the_target_after_it(actor, tokenizer):
     """The gradient goes into the critic only; then the target makes its Polyak step."""
     played, _ = play("toy", actor, tokenizer, n=4)
@@ -1438,8 +1492,12 @@ def test_play(finished, monkeypatch, capsys):
     """The agent asks until the person says c."""
     answers = iter(["y", "n", "what?", "c"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
-    archer.play(small(play=finished[0]))
+    archer.play(small(play=finished[0], env="twenty-questions-subset"))
     assert next(answers, None) is None and capsys.readouterr().out
+
+
+def test_only_an_agent_that_asks_can_be_answered(finished, toys, capfd):
+    stops(capfd, lambda: archer.play(small(play=finished[0], env="toy")), "--play", "nobody asks questions")
 
 
 @pytest.mark.parametrize("key", [KeyboardInterrupt, EOFError])
@@ -1448,7 +1506,7 @@ def test_ctrl_c_and_ctrl_d_end_play(finished, monkeypatch, key):
         raise key
 
     monkeypatch.setattr("builtins.input", pressed)
-    archer.play(small(play=finished[0]))
+    archer.play(small(play=finished[0], env="twenty-questions-subset"))
 
 
 def test_no_dialogue_is_read_beyond_the_context(actor, tokenizer, capfd):

@@ -129,6 +129,22 @@ def test_the_first_line_has_a_number_too_and_a_mark_of_the_encoding_is_none_of_i
     assert len(read_dialogues(str(path))[0]) == 1
 
 
+def test_a_list_without_dialogues_and_one_without_end(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"data\.json: no dialogues in it"):
+        read_dialogues(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="give a JSON list of dialogues"):
+        read_dialogues(str(path))
+
+
+def test_half_a_character_is_named(tmp_path):
+    """JSON can spell what no file of text can hold."""
+    with pytest.raises(ValueError, match="record 1, "):
+        read(tmp_path, CITY, CITY | {"conversation": ["Is it \ud800? No."]})
+
+
 def test_a_reward_beyond_all_numbers_is_named(tmp_path):
     turns = [{"action": "c", "reply": "d", "reward": 10**400}]
     with pytest.raises(ValueError, match="record 0, "):
@@ -160,6 +176,9 @@ def test_what_is_left_out_is_counted_with_its_reason(tmp_path, reason):
 
 BROKEN = {
     "conversation": CITY | {"conversation": "Is it? No."},
+    "conversation ": CITY | {"conversation": ["Is it? No.", None]},
+    "word ": {"lines": ["Is it? No."], "correct": False, "word": [5]},
+    "word  ": {"lines": ["Is it? No."], "correct": False, "word": [""]},
     "done": CITY | {"done": "yes"},
     "word": CITY | {"word": ["lima"]},
     "rewards": {"observations": ["a", "b"], "actions": ["c"], "rewards": ["d"], "terminated": True, "answer": "e"},

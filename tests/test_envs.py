@@ -1,6 +1,7 @@
 """What every world of the registry keeps to. A new world is tested here by being in envs.ENVS."""
 
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -130,6 +131,23 @@ def test_any_text_is_an_ordinary_action(world):
         observation = next_observation
         if terminated or truncated:
             observation, _ = world.reset()
+
+
+def test_the_answer_is_not_told(world):
+    """What a step adds does not name it, unless the action did or the episode is over: random players, many tasks."""
+    if world.id not in ("twenty-questions", "twenty-questions-subset", "guess-my-city"):
+        pytest.skip("what is to be reached is no secret here")  # or a world's own test says where it may stand
+    rng = random.Random(0)
+    for index in range(0, world.num_tasks, max(1, world.num_tasks // 50)):
+        observation, info = world.reset(seed=index, options={"index": index})
+        secret, over = info["answer"].split(",")[0], False
+        assert not re.search(rf"\b{re.escape(secret)}\b", observation, re.I)
+        while not over:
+            before = observation
+            observation, _, terminated, truncated, info = world.step(world.players["random"](observation, rng))
+            over = terminated or truncated
+            reply = observation[len(before) + len(info["action"]) :]
+            assert over or not re.search(rf"\b{re.escape(secret)}\b", reply, re.I)
 
 
 @pytest.mark.parametrize("action", [None, 3, b"Is it a dog?", ["Is it a dog?"]])
@@ -313,7 +331,22 @@ def test_a_person_can_leave_and_lose():
     assert lost.stdout.endswith("Not solved. It was: desk\n20 turns, return -20\n")
 
 
-@pytest.mark.parametrize("args", [["chess"], ["twenty-questions", "--index", "999"]])
+def test_a_person_can_choose_the_worlds_options():
+    """By the authors' rule a question of which the last word is right is right."""
+    options = ["envs.play", "twenty-questions", "--index", "11", "--option", "matching=paper"]
+    assert "Solved." in run("-m", *options, stdin="Is it a cat or a dog?\n").stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["chess"],
+        ["twenty-questions", "--index", "999"],
+        ["twenty-questions", "--seed", "-5"],
+        ["twenty-questions", "--option", "matching=loose"],
+        ["twenty-questions", "--option", "orcale=x"],
+    ],
+)
 def test_play_refuses_nonsense_in_one_line(args):
     result = run("-m", "envs.play", *args)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1

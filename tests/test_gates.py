@@ -426,6 +426,14 @@ def test_every_logged_tag_is_explained_and_every_explained_tag_is_logged(script,
     assert [tag for tag, meaning in metrics.items() if len(meaning) < 10] == []
 
 
+@each_script
+def test_the_page_of_a_script_explains_its_metrics_as_the_script_does(script):
+    page = (ROOT / "docs" / f"{script.stem}.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+/\w+)` \| (.+) \|$", page, re.M))
+    explained = {tag: meaning.replace("|", "\\|") for tag, meaning in metrics_of(script).items()}
+    assert not rows or rows == explained
+
+
 # ----------------------------------------------------------------------------------------- README
 
 # (start of a command, arguments that make it small, what is typed); the first that fits is taken
@@ -617,9 +625,11 @@ def test_a_resumed_run_does_not_say_that_it_is_another(script, tiny_run, capsys)
     """What was settled when it began cannot be changed any more, and is not written into args.json."""
     folder = tiny_run(script)
     kept = (folder / "args.json").read_text()
-    for flag in ("--seed", "--hidden" if script.stem == "lge_drrn" else "--width"):
-        said = one_line(script, capsys, "--resume", folder, flag, 96)
-        assert flag in said and "must keep" in said
+    flags = {"--seed", "--width", "--hidden", "--demonstrations", "--warm-start-epochs", "--dataset-size", "--keep"}
+    for flag in flags - ({"--width"} if script.stem == "lge_drrn" else set()):
+        if flag.removeprefix("--").replace("-", "_") in args_of(script):
+            said = one_line(script, capsys, "--resume", folder, flag, 1 if flag == "--keep" else 96)
+            assert flag in said and "must keep" in said
     assert (folder / "args.json").read_text() == kept
 
 
@@ -656,6 +666,15 @@ def test_weights_that_are_missing_are_not_drawn_at_random(script, tiny_run, tmp_
     del tensors[sorted(name for name in tensors if "pooler" not in name)[-1]]
     safetensors.torch.save_file(tensors, weights, {"format": "pt"})
     assert "no weights for" in one_line(script, capsys, "--resume", folder, "--iterations", 4)
+
+
+@pytest.mark.parametrize("script", [ROOT / f"{name}.py" for name in ("archer", "archer_offline_iql", "loop_ppo")])
+@pytest.mark.parametrize("content", [b"garbage", b""])
+def test_a_damaged_checkpoint_is_one_line(script, content, tiny_run, tmp_path, capsys):
+    folder = shutil.copytree(tiny_run(script), tmp_path / "run")
+    (state,) = folder.glob("checkpoints/*/state.pt")
+    state.write_bytes(content)
+    assert "cannot be read" in one_line(script, capsys, "--resume", folder, "--iterations", 4)
 
 
 @each_script

@@ -585,7 +585,9 @@ def test_a_model_may_answer(checkpoint):
 
 def test_a_folder_without_a_model_is_named(tmp_path):
     pytest.importorskip("transformers")
-    with pytest.raises(envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* cannot be loaded; give [^\n]*$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* cannot be loaded \(\w+: .+\); give .*$"
+    ):
         envs.make("guess-my-city", oracle=tmp_path)
     with pytest.raises(envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* does not exist; give [^\n]*$"):
         envs.make("guess-my-city", oracle=tmp_path / "nowhere")

@@ -2,6 +2,7 @@
 
 import doctest
 import random
+import shutil
 import time
 from functools import cache, partial
 
@@ -97,6 +98,16 @@ def test_free_questions(question, yes, no):
         "What is it?",
         "Is it not an animal?",
         "Isn't it an animal?",
+        "Is it a non-living thing?",
+        "Is it something other than an animal?",
+        "Is it anything but a vehicle?",
+        "Does it lack legs?",
+        "Is it a vehicle without wheels?",
+        "Is it unable to fly?",
+        "Is it neither a fruit nor a vegetable?",
+        "Is it never used outdoors?",
+        "Does it eat animals?",
+        "Is it food for animals?",
         "Is it a unicorn?",
         "Is it a cat or a dog?",
         "Is it",
@@ -332,8 +343,46 @@ def test_players_survive_an_oracle_that_contradicts_the_table(monkeypatch):
 
 def test_a_folder_without_a_model_is_named(tmp_path):
     pytest.importorskip("transformers")
-    with pytest.raises(envs.Unavailable, match=r"^twenty-questions: the oracle [^\n]* cannot be loaded; give [^\n]*$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^twenty-questions: the oracle [^\n]* cannot be loaded \(\w+: .+\); give .*$"
+    ):
         envs.make("twenty-questions", oracle=tmp_path)
+
+
+def test_weights_that_an_oracle_lacks_are_not_drawn_at_random(checkpoint, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = shutil.copytree(checkpoint, tmp_path / "less")
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "layer_norm" in name)
+    safetensors.save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors")
+    with pytest.raises(envs.Unavailable, match=rf"no weights for {name}"):
+        envs.make("twenty-questions", oracle=folder)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(envs.Unavailable, match=r"cannot be loaded \(\w+: [^\n]+$"):
+        envs.make("guess-my-city", oracle=folder)
+
+
+def test_the_model_is_asked_as_the_authors_ask(checkpoint, monkeypatch):
+    """The prompt on which theirs was fine-tuned, to the letter."""
+    transformers, prompts = pytest.importorskip("transformers"), []
+    load = transformers.AutoTokenizer.from_pretrained
+
+    class Listening:
+        def __init__(self, *args, **options):
+            self.tokenizer = load(*args, **options)
+
+        def __call__(self, prompt, **options):
+            prompts.append(prompt)
+            return self.tokenizer(prompt, **options)
+
+        def decode(self, *args, **options):
+            return self.tokenizer.decode(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", Listening)
+    tq.model_oracle.cache_clear()
+    tq.model_oracle(str(checkpoint))("dog", "Is it a cat?")
+    tq.model_oracle.cache_clear()
+    assert prompts == ["The object is dog.Is it a cat?"]
 
 
 @pytest.mark.parametrize(
