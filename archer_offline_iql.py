@@ -136,7 +136,7 @@ METRICS = {
     "eval/success_greedy": "share of these that reached the goal",
     "eval/invalid": "share of sampled utterances that the world calls invalid",
     "eval/overestimation": "min Q minus Monte-Carlo return of the actor's own utterances; far above 0 it dreams",
-    "eval/unseen": "share of sampled utterances that the data never has, anywhere; the critic only guesses their worth",
+    "eval/unseen": "distance from the data: share of sampled utterances that it has nowhere; their worth is guessed",
     "time/utterances_per_second": "learned from, by critic and actor, without evaluations",
 }
 

@@ -3,6 +3,7 @@
     python benchmarks/table1.py                                  # an hour; goes on where it was stopped
     python benchmarks/table1.py --quick                          # seconds, and its figures mean nothing
     python benchmarks/table1.py --out docs/archer_offline_iql.md # puts the table between the file's two marks
+    python benchmarks/table1.py --known docs/table1_cells.jsonl  # what has been run elsewhere is not run again
 
 Every cell is one run of archer_offline_iql.py in a folder of its own below --runs; those that have ended are not run
 again. All rows learn from one dataset and differ in two switches only, but for REINFORCE: its actor starts as that of
@@ -14,13 +15,14 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 import tyro
-from tables import check, insert, interval, stop
+from tables import check, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "archer_offline_iql.py"
 ROWS = {  # in the order of the paper's expectation, best first
@@ -40,10 +42,12 @@ QUICK = "--iterations 2 --dataset-size 40 --width 32 --layers 1 --critic-updates
 @dataclass
 class Args:
     env: str = "twenty-questions-subset"  # the world
+    rows: tuple[str, ...] = tuple(ROWS)  # those that are wanted
     seeds: int = 5  # 1 to this
     jobs: int = 2  # runs at a time, one thread each
     options: str = ""  # for every run, as one text: "--iterations 20 --mix random=0.5,scripted=0.5"
     runs: Path = Path("runs/table1")  # folder of the runs
+    known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # two seeds at most, of runs of two iterations, to see that all works
 
@@ -57,11 +61,15 @@ def finished(folder: Path) -> Path | None:
     return None
 
 
+def group(args: Args) -> str:
+    """The name of all runs with these options: other options, other runs."""
+    return quote(f"{args.env} {QUICK if args.quick else args.options}".strip(), safe="=")
+
+
 def run_row(args: Args, row: str, seed: int) -> Path:
     """Runs one cell, unless it has ended before, and returns the folder of its run."""
     options = QUICK if args.quick else args.options
-    group = quote(f"{args.env} {options}".strip(), safe="=")  # other options, other runs
-    folder = args.runs / group / re.sub(r"\W+", "_", f"{row} {seed}")
+    folder = args.runs / group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
     if run := finished(folder):
         return run
     command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder), *ROWS[row]]
@@ -82,23 +90,40 @@ def run_row(args: Args, row: str, seed: int) -> Path:
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     check(args.seeds, args.jobs, args.out, START, END)
+    if unknown := set(args.rows) - set(ROWS):
+        stop(f"--rows {min(unknown)}: there are {', '.join(ROWS)}")
+    rows = [row for row in ROWS if row in args.rows]
     seeds = range(1, (min(2, args.seeds) if args.quick else args.seeds) + 1)
-    order = sorted(((row, seed) for row in ROWS for seed in seeds), key=lambda cell: (cell[0] != "BC", cell[1]))
-    folders = {}
+    known, lock = read_lines(args.known), threading.Lock()
+    cells = {(cell["method"], cell["seed"]): cell for cell in known if cell["group"] == group(args)}
+    missing = [(row, seed) for seed in seeds for row in rows if (row, seed) not in cells]
+
+    def run_and_keep(wanted: tuple[str, int]) -> None:
+        run = run_row(args, *wanted)
+        cell = {"group": group(args), "method": wanted[0], "seed": wanted[1]}
+        cell |= {"commit": json.loads((run / "summary.json").read_text(encoding="utf-8"))["commit"]}
+        cell["last"] = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        with lock:
+            cells[wanted] = cell
+            known.append(cell)
+            if args.known:
+                write_lines(args.known, known)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        for part in (order[: len(seeds)], order[len(seeds) :]):  # BC first, as others start from it
+        for is_bc in (True, False):  # BC first, as others start from it
             try:
-                folders |= zip(part, pool.map(lambda cell: run_row(args, *cell), part), strict=True)
+                list(pool.map(run_and_keep, [cell for cell in missing if (cell[0] == "BC") == is_bc]))
             except RuntimeError as error:
                 pool.shutdown(cancel_futures=True)
                 stop(str(error))
 
     lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
-    for row in ROWS:
-        last = [json.loads((folders[row, s] / "metrics.jsonl").read_text().splitlines()[-1]) for s in seeds]
-        cells = [interval([r[tag] for r in last], digits=2) if tag in last[0] else "" for tag in SHOWN.values()]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+    for row in rows:
+        last = [cells[row, seed]["last"] for seed in seeds]
+        figures = [interval([r[tag] for r in last], digits=2) if tag in last[0] else "" for tag in SHOWN.values()]
+        lines.append(f"| {row} | {' | '.join(figures)} |")
     table = "\n".join(lines)
+    print(f"commits {', '.join(sorted({cells[row, seed]['commit'] for row in rows for seed in seeds}))}")
     print(f"return of the data {last[0]['data/return']:.2f}, {len(seeds)} seeds\n{table}")
     if args.out:
         insert(table, args.out, START, END)

@@ -1,6 +1,7 @@
 """benchmarks/table1.py: every row runs, runs once, and lands in the document."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,18 @@ def test_the_quick_table(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table1.START}\nold\n{table1.END}\nafter\n")
     command = [sys.executable, ROOT / "benchmarks/table1.py", "--quick", "--runs", tmp_path / "runs", "--out", page]
+    command += ["--known", tmp_path / "cells.jsonl"]
     first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert first.returncode == 0, first.stderr[-2000:]
     runs = sorted((tmp_path / "runs").glob("*/*"))
     assert len(runs) == 12
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*")) == runs
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 12
+    for path in (tmp_path / "runs").glob("*/*"):  # cells alone are enough
+        shutil.rmtree(path)
+    third = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert third.stdout == first.stdout and not list((tmp_path / "runs").glob("*/*"))
     text = page.read_text()
     assert text.startswith(f"before\n{table1.START}\n| method") and text.endswith(f"{table1.END}\nafter\n")
     for row in table1.ROWS:
@@ -40,6 +47,13 @@ def test_a_page_without_marks_is_one_line(tmp_path, capfd):
         table1.main(table1.Args(out=page, runs=tmp_path / "runs"))
     assert caught.value.code == 2 and len(capfd.readouterr().err.splitlines()) == 1
     assert page.read_text() == "nothing here" and not (tmp_path / "runs").exists()
+
+
+def test_a_row_that_there_is_not_is_one_line(tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        table1.main(table1.Args(rows=("BC", "PPO"), runs=tmp_path))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--rows PPO" in line
 
 
 def test_a_run_that_fails_is_one_line(tmp_path, capfd):
