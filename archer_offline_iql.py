@@ -23,8 +23,8 @@ Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          sec. 3.5   awr_weights, reinforce_loss
   E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        Table 1    td_target
 The order of an update: V and Q in one step, each towards the target networks of before it; then the target networks;
-and after all critic updates of an iteration the actor, by the critic that they have made. (As the authors' release;
-IQL's own code moves V first, then the actor by the new V and the target Q, then Q, then the target.)
+and after all critic updates of an iteration the actor, by the critic that they have made. (As a step of the authors'
+release, where both alternate; IQL's code moves V first, the actor by the new V and the target Q, Q, then the target.)
 Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
   D1  AWR weights are clamped (--max-weight inf): one utterance that the critic over-values must not be the batch.
   D2  The critic is a decoder and starts as the actor does, with heads of its own; sec. 5.5 finds both kinds equal.
