@@ -863,8 +863,9 @@ def main(args: Args) -> dict[str, float]:
 def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
     may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
-    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
-    above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
+    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch", "tasks_at_a_time")
+    above_0 = ("temperature", "keep")
+    shares = ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all", "clip")
     for name, value in vars(args).items():
         least = 0 if name in may_be_0 or type(value) is float else 1
         most = 1 if name in shares else 2**63 - 1 if name == "seed" else math.inf

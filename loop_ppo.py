@@ -87,7 +87,7 @@ class Args:
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
 
     drills: int = 9600  # random sequences that repeat, from which the tiny model learns to copy first (D3)
-    demonstrations: int = 16_000  # solutions of a scripted player for the warm start; 0 only with another --model
+    demonstrations: int = -1  # solutions of a scripted player for the warm start; -1: 16,000 if tiny, else none
     exchanged: float = 0.25  # share of these in which words are exchanged, if the model is tiny (D3)
     warm_start_epochs: int = 3  # passes over the demonstrations; 0: none
     warm_start_lr: float = 3e-3  # its peak; take about 1e-5 for a real checkpoint
@@ -95,6 +95,7 @@ class Args:
 
     tasks: int = 16  # tasks in an iteration (paper: 40)
     rollouts: int = 6  # K, rollouts of each task (paper: 6)
+    tasks_at_a_time: int = 0  # tasks whose rollouts share a batch, and its cache's memory; 0 takes all
     temperature: float = 1.0  # of sampling, and so of scoring (paper: 1, no top-p, no top-k)
     max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
     context: int = 2048  # tokens after which a rollout is cut (paper: 32,000)
@@ -105,7 +106,7 @@ class Args:
     level: Literal["token", "turn", "trajectory"] = "token"  # what a ratio belongs to: E3, E4 or E5
     epochs: int = 0  # passes over the rollouts of an iteration; 0 takes the variant's (paper: 2)
     minibatch: int = 48  # rollouts in a step; 0 takes all (paper: 32)
-    logit_chunk: int = 4096  # tokens whose logits exist at a time
+    logit_chunk: int = 4096  # tokens whose logits are made at a time; kept for the backward pass unless checkpointed
     micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
     clip: float = 0.2  # eps of E2 (release: 0.1)
     lower_bound: Literal["minus", "over"] = "minus"  # where w is clipped below: 1-eps (paper), 1/(1+eps) (release)
@@ -142,7 +143,7 @@ METRICS = {
     "rollout/entropy": "-log pi of a written token, nats: the entropy at temperature 1; near 0 it explores no more",
     "rollout/dropped": "share of rollouts stopped as stragglers; they teach nothing",
     "rollout/broken": "share of rollouts whose world broke; above 0 look after the server",
-    "rollout/no_op": "share of rollouts that completed the task at once; rising means that doing nothing pays",
+    "rollout/no_op": "share of rollouts whose only call completed the task; rising means that doing nothing pays",
     "habit/many_cells": "turns with more than one code cell, share",
     "habit/api_docs": "calls of show_api_doc in a rollout",
     "habit/assum": "times that a rollout says 'assum...'",
@@ -407,6 +408,8 @@ def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
         model = transformers.AutoModelForCausalLM.from_config(config)
     else:
         model, tokenizer = load(transformers.AutoModelForCausalLM, source, "--model")
+    if args.context > (limit := getattr(model.config, "max_position_embeddings", args.context)):
+        stop(f"--context {args.context}: {args.model} reads {limit} tokens; give at most these")
     model.tokenizer = tokenizer
     model.to(args.device, getattr(torch, args.dtype)).eval()  # eval: no dropout, ever
     if args.lora:
@@ -424,10 +427,10 @@ def add_adapters(model, args: Args, checkpoint: Path | None) -> None:
         stop("--lora needs the package peft: pip install peft")
     projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
     config = peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=projections)
-    if checkpoint is None:
-        model.add_adapter(config)
-    else:
-        model.load_adapter(str(checkpoint / "actor"), is_trainable=True)
+    try:
+        model.load_adapter(str(checkpoint / "actor"), is_trainable=True) if checkpoint else model.add_adapter(config)
+    except ValueError as error:  # layers of other names, or another checkpoint's
+        stop(f"--lora: {args.model} takes no adapters on its {', '.join(projections)}: {error}".splitlines()[0])
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
@@ -597,7 +600,7 @@ def advantages_of_groups(played: list[Trajectory], normalise: bool) -> tuple[lis
 
 def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, rng, start_model=None):
     """Some epochs of steps on E2 (and E7, given a start model) with the rollouts of an iteration."""
-    variant, tolerance = VARIANTS[args.variant], {"float32": 1e-3, "bfloat16": 0.5}[args.dtype]
+    variant, tolerance = VARIANTS[args.variant], {"float32": 1e-3, "bfloat16": 0.1}[args.dtype]
     size = (0 if variant["on_policy"] else args.minibatch) or len(played) or 1
     useful = [i for i, a in enumerate(advantage_N.tolist()) if abs(a) >= args.min_advantage]
     old, start, gap = {}, {}, 0.0
@@ -744,7 +747,7 @@ def behaviour(played: list[Trajectory]) -> dict[str, float]:
         "rollout/entropy": [-np.mean(t.logps) for t in played if t.logps],
         "rollout/dropped": [t.fate == "dropped" for t in played],
         "rollout/broken": [t.fate == "broken" for t in played],
-        "rollout/no_op": [len(t) == 1 and "complete_task" in t.actions[0] for t in played],
+        "rollout/no_op": [re.findall(r"\bapis\.\w+\.(\w+)", text) == ["complete_task"] for text in said],
         "habit/many_cells": [action.count("```") > 2 for action in turns],
         "habit/api_docs": [text.count("show_api_doc") for text in said],
         "habit/assum": [text.count("assum") for text in said],
@@ -801,9 +804,13 @@ def main(args: Args) -> dict[str, float]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
+    if args.demonstrations == -1:
+        args = replace(args, demonstrations=16_000 if args.model == "tiny" else 0)
     check(args)
     if args.rollouts < 2:
         stop("--rollouts 1: a rollout is judged by the others of its task; give at least 2")
+    if args.max_action_tokens >= args.context:
+        stop(f"--max-action-tokens {args.max_action_tokens}: --context {args.context} has no room for a turn")
     if args.lora and args.model == "tiny":
         stop("--lora: the tiny model is trained whole; give a --model")
     torch.set_num_threads(args.threads)
@@ -882,7 +889,10 @@ def main(args: Args) -> dict[str, float]:
         # 1. K rollouts of some tasks
         chosen = rng.choice(trained_on, args.tasks, replace=len(trained_on) < args.tasks)
         tasks, seeds = chosen.repeat(args.rollouts).tolist(), rng.integers(2**31, size=args.tasks).repeat(args.rollouts)
-        played = rollout(model, worlds, tasks, seeds.tolist(), args, generator, may_drop=True)
+        played, size = [], (args.tasks_at_a_time or args.tasks) * args.rollouts
+        for some in (slice(first, first + size) for first in range(0, len(tasks), size)):
+            part = worlds[some], tasks[some], seeds.tolist()[some]
+            played += rollout(model, *part, args, generator, may_drop=True)
         rolled = time.time()
 
         # 2. their advantages, and some steps
@@ -934,8 +944,9 @@ def main(args: Args) -> dict[str, float]:
 def check(args: Args) -> None:
     """Stops for values that no run can be made with."""
     may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
-    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch")
-    above_0, shares = ("temperature", "keep"), ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all")
+    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch", "tasks_at_a_time")
+    above_0 = ("temperature", "keep")
+    shares = ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all", "clip")
     for name, value in vars(args).items():
         least = 0 if name in may_be_0 or type(value) is float else 1
         most = 1 if name in shares else 2**63 - 1 if name == "seed" else math.inf
@@ -975,7 +986,8 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], pla
     for tag in metrics.keys() & METRICS.keys():
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)
-    for t in [*played[:: max(1, len(played) // 4)], *(t for t in played if t.fate != "ended")]:
+    every = max(1, len(played) // 4)
+    for t in [t for i, t in enumerate(played) if i % every == 0 or t.fate != "ended"]:
         turns = [{"action": action, "reply": reply} for action, reply in zip(t.actions, t.replies, strict=True)]
         about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "success": t.success}
         logs["rollouts.jsonl"].append(about | {"fate": t.fate, "start": t.start, "turns": turns})
@@ -997,5 +1009,5 @@ if __name__ == "__main__":
                 stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     try:
         main(args)
-    except (OSError, KeyboardInterrupt) as error:
+    except (OSError, KeyboardInterrupt, envs.Unavailable, envs.WorldBroken) as error:
         stop(f"{str(error) or 'stopped'}; a run that has a checkpoint goes on with --resume")

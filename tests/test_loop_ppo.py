@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -581,6 +582,245 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, warm, monkeypatch):
     assert remade and not any(module.training for module in model.modules())
 
 
+# ------------------------------------------------------------------- an update and a rollout, written out
+
+
+def odd_returns(model, args):
+    """Rollouts of three tasks, their advantages: some large, one negative, one too small to count."""
+    played = play(model, args, tasks=[i // 4 for i in range(12)])
+    return played, torch.tensor([1.0, -1.0, 0.4, -0.4, 0.005, 2.0, -0.7, -1.3, 0.6, 0.3, -0.2, -0.7])
+
+
+def written_out(model, start_model, played, advantages, args, epochs, size):
+    """The weights after an update, one rollout at a time and one token after the other, as the equations say it."""
+    model, rng = copy.deepcopy(model), np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+
+    def logps(model, t):
+        logp_TV = (model(torch.tensor([t.ids])).logits[0] / args.temperature).log_softmax(-1)
+        return [[logp_TV[c - 1, t.ids[c]] for c in range(first, last)] for first, last in t.turns]
+
+    with torch.no_grad():
+        old, start = ([logps(m, t) for t in played] for m in (model, start_model))
+    for _ in range(epochs):
+        order = rng.permutation(len(played)).tolist()
+        for first in range(0, len(order), size):
+            chosen = [i for i in order[first : first + size] if abs(advantages[i]) >= 0.01]
+            loss = torch.zeros(())
+            for i in chosen:
+                new, terms = logps(model, played[i]), []
+                all_turns = sum(
+                    n - o for row, before in zip(new, old[i], strict=True) for n, o in zip(row, before, strict=True)
+                )
+                for row, before, at_start in zip(new, old[i], start[i], strict=True):
+                    turn = sum(n - o for n, o in zip(row, before, strict=True))
+                    for n, o, s in zip(row, before, at_start, strict=True):
+                        log_w = {"token": n - o, "turn": turn, "trajectory": all_turns}[args.level]
+                        A, w = advantages[i].item(), log_w.exp()
+                        lowest = 1 - args.clip if args.lower_bound == "minus" else 1 / (1 + args.clip)
+                        gain = torch.minimum(w * A, torch.tensor((1 + args.clip if A > 0 else lowest) * A))
+                        penalty = (s - n).exp() - (s - n) - 1
+                        terms.append(args.kl * penalty - gain if args.variant == "grpo" else -gain)
+                loss = loss + sum(terms) / len(terms) / size
+            if not chosen:
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad *= min(1.0, args.max_grad_norm / norm)
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("variant", "epochs", "size", "changes"),
+    [
+        ("loop", 2, 5, {"level": "token"}),
+        ("loop", 2, 5, {"level": "turn"}),
+        ("loop", 2, 5, {"level": "trajectory"}),
+        ("loop", 2, 5, {"level": "token", "lower_bound": "over", "clip": 0.4}),
+        ("loop", 2, 5, {"level": "token", "max_grad_norm": 0.01}),
+        ("loop-rwnorm", 2, 5, {"level": "token"}),
+        ("rloo", 1, 12, {}),
+        ("grpo", 1, 12, {"kl": 3.0}),
+    ],
+    ids=str,
+)
+def test_an_update_is_what_the_equations_say(warm, variant, epochs, size, changes):
+    """Every switch against the loop above: E2 to E5 and E7, who is left out, what is divided by, how often, clipped."""
+    args = small(variant=variant, temperature=0.7, minibatch=5, micro_batch=2, **{"clip": 0.02, "kl": 0.0} | changes)
+    played, advantage_N = odd_returns(warm, args)
+    start_model, model = copy.deepcopy(warm), copy.deepcopy(warm)
+    with torch.no_grad():
+        start_model.get_output_embeddings().weight[300:] *= 1.5
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    arguments = model, optimizer, played, advantage_N, args, np.random.default_rng(0)
+    metrics = loop_ppo.update(*arguments, *([start_model] if variant == "grpo" else []))
+    found = torch.cat([p.detach().flatten() for p in model.parameters()])
+    expected = written_out(warm, start_model, played, advantage_N, args, epochs, size)
+    before = torch.cat([p.detach().flatten() for p in warm.parameters()])
+    # Adam makes steps of like size of all gradients, those near 0 included: the bulk must agree, not each weight.
+    assert (found - expected).norm() < 0.02 * (expected - before).norm()
+    assert metrics["update/grad_norm"] > 0 and metrics["update/stopped"] == 0
+
+
+def test_e1_and_e6_reach_the_variants_that_name_them():
+    played = [
+        loop_ppo.Trajectory(i // 3, "", "", [], turns=[(0, 1)], rewards=[r]) for i, r in enumerate([1, 0, 0, 1, 1, 0])
+    ]
+    for variant, normalise in {"loop": False, "rloo": False, "grpo": True, "loop-rwnorm": True}.items():
+        assert loop_ppo.VARIANTS[variant]["normalise"] is normalise
+    _, plain, filtered = loop_ppo.advantages_of_groups(played, normalise=False)
+    assert plain.tolist() == pytest.approx([1.0, -0.5, -0.5, 0.5, 0.5, -1.0]) and filtered == 0.0
+    _, scaled, _ = loop_ppo.advantages_of_groups(played, normalise=True)
+    assert scaled.tolist() == pytest.approx([x / 3**0.5 for x in (2, -1, -1, 1, 1, -2)], abs=1e-4)
+
+
+def test_a_log_ratio_that_is_no_number_stops_the_iteration(warm, monkeypatch):
+    played, advantage_N = odd_returns(warm, small())
+    score = loop_ppo.score
+
+    def broken(*given):
+        logp_M, *others = score(*given)
+        return (logp_M * torch.nan if torch.is_grad_enabled() else logp_M, *others)
+
+    monkeypatch.setattr(loop_ppo, "score", broken)
+    found, metrics = weights_after(warm, played, advantage_N, small())
+    assert metrics["update/stopped"] == 1.0
+    assert torch.equal(found, torch.cat([p.detach().flatten() for p in warm.parameters()]))
+
+
+def test_main_hands_on_what_the_switches_say(tmp_path, monkeypatch):
+    """The rate falls (D5), E6 where the variant has it, stragglers may go in training and only there."""
+    rates, normalise, may_drop = [], [], []
+    update, advantages, rollout = loop_ppo.update, loop_ppo.advantages_of_groups, loop_ppo.rollout
+
+    def watched_update(model, optimizer, *others):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return update(model, optimizer, *others)
+
+    def watched_rollout(*given, **options):
+        may_drop.append(options.get("may_drop", False))
+        return rollout(*given, **options)
+
+    monkeypatch.setattr(loop_ppo, "update", watched_update)
+    monkeypatch.setattr(loop_ppo, "rollout", watched_rollout)
+    monkeypatch.setattr(
+        loop_ppo, "advantages_of_groups", lambda t, switch: normalise.append(switch) or advantages(t, switch)
+    )
+    run_of(tmp_path, iterations=4, lr=1e-3, variant="loop-rwnorm", eval_every=100)
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3]) and normalise == [True] * 4
+    assert may_drop.count(True) == 4 and may_drop.count(False) > 0
+
+
+def test_the_temperature_is_that_of_sampling_and_of_scoring(warm):
+    """At temperature 0.5 against a plain forward pass; greedy play takes the likeliest token at every place."""
+    args = small(temperature=0.5)
+    played = play(warm, args, tasks=[i // 3 for i in range(12)])
+    scored = loop_ppo.score(warm, played, args)[0].split([len(t.logps) for t in played])
+    for t, logp_M in zip(played, scored, strict=True):
+        with torch.no_grad():
+            logp_TV = (warm(torch.tensor([t.ids])).logits[0].double() / 0.5).log_softmax(-1)
+        expected = [logp_TV[c - 1, t.ids[c]].item() for first, last in t.turns for c in range(first, last)]
+        assert t.logps == pytest.approx(expected, abs=5e-4) and logp_M.tolist() == pytest.approx(expected, abs=5e-4)
+    logits = {"hot": 3.0, "cold": 0.2}
+    spread = {
+        name: len({tuple(t.ids) for t in play(warm, small(temperature=heat), tasks=[0] * 24)})
+        for name, heat in logits.items()
+    }
+    assert spread["hot"] > spread["cold"], "and it is felt"
+    for t in play(warm, small(), tasks=[0, 1, 2], greedy=True):
+        with torch.no_grad():
+            best_T = warm(torch.tensor([t.ids])).logits[0].argmax(-1)
+        assert all(t.ids[c] == best_T[c - 1] for first, last in t.turns for c in range(first, last))
+
+
+def test_a_prompt_is_read_once_and_nothing_is_read_again(warm):
+    """Rows, and tokens in a row, of all forward passes. K rollouts share a prompt; a turn adds itself only."""
+    shapes = []
+    hook = warm.base_model.register_forward_pre_hook(
+        lambda _, args, options: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+    )
+    played = play(warm, small(), tasks=[i // 6 for i in range(24)])
+    hook.remove()
+    prompt = max(len(loop_ppo.prompt_ids(warm.tokenizer, t.start)) for t in played)
+    reply = max(len(loop_ppo.reply_ids(warm.tokenizer, text)) for t in played for text in t.replies)
+    assert shapes[0] == (4, prompt)
+    assert max(tokens for _, tokens in shapes[1:]) <= reply + 2, "a reply, the end of a cut turn, its last token"
+    assert shapes[1][0] == 24 and shapes[-1][0] < 24, "those that have ended leave"
+
+
+def test_tasks_may_be_played_some_at_a_time(tmp_path, monkeypatch):
+    sizes, memory = [], loop_ppo.Memory
+
+    def watched(model, prompts, copies):
+        sizes.append(copies)
+        return memory(model, prompts, copies)
+
+    monkeypatch.setattr(loop_ppo, "evaluate", lambda *_: {"return": 0.0, "return_greedy": 0.0, "success": 0.0})
+    monkeypatch.setattr(loop_ppo, "Memory", watched)
+    _, summary = run_of(tmp_path, iterations=1, tasks_at_a_time=2)
+    assert sizes == [[4, 4], [4]] and summary["episodes"] == 12
+
+
+def test_a_real_model_needs_no_demonstrations(tmp_path, skilled):
+    folder, _ = run_of(tmp_path, iterations=1, model=skilled, demonstrations=-1)
+    assert json.loads((folder / "args.json").read_text())["demonstrations"] == 0
+
+
+def test_no_more_logits_than_a_chunk(warm):
+    rows, played = [], play(warm, small())
+    hook = warm.get_output_embeddings().register_forward_hook(lambda *given: rows.append(tuple(given[2].shape)))
+    loop_ppo.score(warm, played, small(logit_chunk=5))
+    hook.remove()
+    assert {shape[0] for shape in rows[:-1]} == {5} and all(len(shape) == 2 for shape in rows)
+    assert sum(shape[0] for shape in rows) == sum(len(t.logps) for t in played)
+
+
+def test_worlds_step_side_by_side(warm):
+    """Two that wait for each other: one after the other they would wait for ever."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Together(Lookup):
+        def step(self, action):
+            if self.turn == 0:
+                both.wait()
+            return super().step(action)
+
+    played = play(warm, small(world_threads=2), tasks=[0, 0], worlds=[Together(), Together()])
+    assert all(t.fate == "ended" and len(t) for t in played)
+
+
+def test_the_habits_are_counted():
+    def rollout_of(*actions, replies=None, terminated=True):
+        replies = replies or ["ok"] * len(actions)
+        return loop_ppo.Trajectory(
+            0, "", "", [], actions=list(actions), replies=replies, rewards=[0.5], terminated=terminated
+        )
+
+    nothing = rollout_of("apis.supervisor.complete_task()")
+    whole = rollout_of("apis.mail.send(to='a')\napis.supervisor.complete_task()")
+    gives_up = rollout_of("apis.mail.send()", "apis.supervisor.complete_task()", replies=["Exception: no", "done"])
+    wordy = rollout_of(
+        "```a```\n```b```", "# I assume a dummy id, assuming it\napis.api_docs.show_api_doc('a')", terminated=False
+    )
+    figures = loop_ppo.behaviour([nothing, whole, gives_up, wordy])
+    assert figures["rollout/no_op"] == 0.25 and figures["rollout/truncated"] == 0.25
+    assert figures["habit/gave_up"] == 0.5, "of those with two turns or more"
+    assert figures["habit/many_cells"] == 1 / 6 and figures["habit/api_docs"] == 0.25
+    assert figures["habit/assum"] == 0.5 and figures["habit/dummy"] == 0.25
+    assert figures["rollout/length"] == 1.5 and figures["rollout/return"] == 0.5
+
+
+def test_who_was_dropped_is_written_down_once(tmp_path, skilled, monkeypatch):
+    monkeypatch.setattr(loop_ppo, "has_enough", lambda *_: True)
+    folder, _ = run_of(tmp_path, iterations=1, model=skilled, warm_start_epochs=0)
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    dropped = json.loads((folder / "metrics.jsonl").read_text())["rollout/dropped"] * 12
+    assert sum(row["fate"] == "dropped" for row in rows) == round(dropped) > 0
+
+
 # ------------------------------------------------------------------------------------- words and chats
 
 
@@ -705,6 +945,8 @@ def test_a_world_that_rewrites_its_text_is_one_line(capfd):
         ("temperature", 0.0, "--temperature 0.0: give more than 0"),
         ("width", 65, "--width 65: give a multiple of 32, the width of an attention head"),
         ("device", "nothing", "--device nothing: "),
+        ("clip", 1.5, "--clip 1.5: give at least 0 and at most 1"),
+        ("max_action_tokens", 2048, "--max-action-tokens 2048: --context 2048 has no room for a turn"),
     ],
 )
 def test_a_value_that_no_run_can_be_made_with_is_one_line(capfd, option, value, said):
