@@ -35,7 +35,7 @@ def test_the_quick_table(tmp_path):
     assert third.stdout == first.stdout and not list((tmp_path / "runs").glob("*/*"))
     text = page.read_text()
     assert text.startswith(f"before\n{table1.START}\n| method") and text.endswith(f"{table1.END}\nafter\n")
-    for row in table1.ROWS:
+    for row in table1.TABLE:
         assert re.search(rf"^\| {re.escape(row)} \| -?\d+\.\d\d \(-?\d", text, re.M), row
     assert list(tmp_path.glob("*.tmp")) == []
 
