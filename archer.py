@@ -151,7 +151,7 @@ METRICS = {
     "critic/v_loss": "E2 (or E6), likewise",
     "critic/grad_norm": "before clipping; a jump is a batch that the critic cannot explain",
     "critic/explained_variance": "of the Monte-Carlo returns by V, before the update; below 0 a constant is better",
-    "critic/bias": "V minus Monte-Carlo return at the first turn, in units of return; healthy within 10 %, lower at first",
+    "critic/bias": "V minus Monte-Carlo return at the first turn, in units of return; within 10 %, lower at first",
     "actor/loss": "E3 (E4 with a baseline); its size means little",
     "actor/kl": "KL to the warm-started actor, nats an utterance; a jump means a collapse",
     "actor/entropy": "of the actor's next token, nats summed over an utterance; near 0 it has stopped exploring",
