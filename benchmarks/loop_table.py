@@ -136,7 +136,7 @@ def main(args: Args) -> str:
     def line(row: str, prefix: str, paper) -> str:
         keys = [prefix.join(re.match("(test_[a-z]+_)(.*)", key).groups()) for key in COLUMNS.values()]
         ours = [interval([100 * summaries[row, seed][key] for seed in seeds]) for key in keys]
-        theirs = " / ".join(map(str, paper or ["not given"]))
+        theirs = " / ".join(map(str, paper or ["not at hand"]))
         return f"| {row if not prefix else 'warm start'} | {' | '.join(ours)} | {theirs} |"
 
     lines = [f"| method | {' | '.join(COLUMNS)} | paper, all four |", "| --- |" + " ---: |" * (len(COLUMNS) + 1)]
