@@ -5,8 +5,8 @@
 # ///
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
-    python archer.py --env twenty-questions              # 13 minutes on 2 CPU cores, mean return -15.4 -> -12.6
-    python archer.py --env twenty-questions-subset       # 10 minutes, -15.2 -> -5.3
+    python archer.py --env twenty-questions              # 12 minutes on a CPU core, mean return -15.4 -> -12.6
+    python archer.py --env twenty-questions-subset       # 9 minutes, -15.2 -> -5.2
     python archer.py --actor gpt2 --critic roberta-base --warm-start-lr 1e-4 --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...          python archer.py --play runs/...
 

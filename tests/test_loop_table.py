@@ -44,19 +44,30 @@ def test_the_quick_table(tmp_path):
     assert "| warm start |" in text and "71.3 / 53.6 / 45.7 / 26.6" in text
 
 
+LEARNS = "--drills 16 --demonstrations 1500 --width 64 --tasks 8 --rollouts 4 --eval-episodes 3"  # half a minute
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["LOOP (token)", "GRPO"])
-def test_a_shared_warm_start_is_ones_own(tmp_path, row):
-    """A cell of the table is to the bit the run that the script makes in one go."""
-    args = loop_table.Args(quick=True, runs=tmp_path / "runs")
-    cell = loop_table.run_cell(args, row, 2, loop_table.warm_start(args, 2))
-    options = f"{loop_table.QUICK} {loop_table.ROWS[row][0]} --iterations 1 --seed 2 --runs {tmp_path / 'alone'}"
-    loop_table.run("alone", *options.split())
-    (alone,) = (tmp_path / "alone").glob("*/summary.json")
-    timed = {"seconds", "cpu_seconds", "peak_memory_mb"}
-    assert {(k, v) for k, v in cell.items() if k not in timed} == {
-        (k, v) for k, v in json.loads(alone.read_text()).items() if k not in timed
-    }
+def test_a_shared_warm_start_is_ones_own(tmp_path):
+    """A cell of the table is to the bit the run that the script makes in one go, a step with a gradient included."""
+    args, weights = loop_table.Args(options=LEARNS, iterations=1, runs=tmp_path / "runs"), {}
+    start = loop_table.warm_start(args, 2)
+    for row in ("LOOP (token)", "GRPO"):
+        cell = loop_table.run_cell(args, row, 2, start)
+        options = f"{LEARNS} {loop_table.ROWS[row][0]} --iterations 1 --seed 2 --runs {tmp_path / row[:4]}"
+        loop_table.run("alone", *options.split())
+        (alone,) = (tmp_path / row[:4]).glob("*/summary.json")
+        timed = {"seconds", "cpu_seconds", "peak_memory_mb"}
+        assert {(k, v) for k, v in cell.items() if k not in timed} == {
+            (k, v) for k, v in json.loads(alone.read_text()).items() if k not in timed
+        }
+        weights[row] = [
+            next(run.glob("checkpoints/000001/actor/model.safetensors")).read_bytes()
+            for run in (alone.parent, loop_table.group(args) / re.sub(r"\W+", "_", f"{row} 2"))
+        ]
+        assert weights[row][0] == weights[row][1]
+        assert json.loads((alone.parent / "metrics.jsonl").read_text())["update/grad_norm"] > 0
+    assert weights["GRPO"] != weights["LOOP (token)"]
 
 
 def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
