@@ -9,13 +9,21 @@ import gymnasium.error
 import envs
 
 
+def typed(multiline: bool) -> str:
+    """What a person types: a line or, for code whose first line ends with a colon, all up to an empty one."""
+    lines = [input("> ")]
+    while multiline and lines[0].rstrip().endswith(":") and lines[-1].strip():
+        lines.append(input(". "))
+    return "\n".join(lines)
+
+
 def play(world, observation: str) -> dict:
     """One episode in the terminal, from the first observation on; returns its summary."""
     print(observation, end="")
     terminated = truncated = False
     while not (terminated or truncated):
         before = observation
-        observation, _, terminated, truncated, info = world.step(input("> "))
+        observation, _, terminated, truncated, info = world.step(typed(getattr(world, "multiline", False)))
         print(envs.replies([before, observation], [info["action"]])[0].strip())
     return info["episode"]
 

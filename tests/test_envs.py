@@ -323,6 +323,11 @@ def test_a_person_can_play_and_win():
     assert result.stdout == "Questions:\n> Yes.\n> Invalid Question.\n> Yes.\nSolved.\n3 turns, return -2\n"
 
 
+def test_a_person_can_type_a_loop():
+    result = run("-m", "envs.play", "apps", "--index", "0", stdin="for i in range(2):\n    print(i + 41)\n\n")
+    assert result.returncode == 0 and "41\n42\n" in result.stdout and "Error" not in result.stdout
+
+
 def test_a_person_can_leave_and_lose():
     left = run("-m", "envs.play", "twenty-questions", "--index", "11", "--show-answer", stdin="Is it a cat?\n")
     assert left.returncode == 0 and left.stderr == ""
