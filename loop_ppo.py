@@ -68,6 +68,7 @@ import envs
 class Args:
     env: str = "apps"  # the world, an id that `python -m envs` lists; its text must be append-only
     reward: Literal["fraction", "success"] = "fraction"  # share of a task's tests passed, or 1 if all (apps, appworld)
+    world: str = ""  # what else envs.make takes, as in "sandbox=monty,max_turns=20"; docs/worlds.md has the options
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D4)
     seed: int = 1  # of everything random in the run
     iterations: int = 80  # rounds of rollouts and updates
@@ -966,6 +967,8 @@ def make_worlds(args: Args, n: int, split: str) -> list:
     try:
         known = inspect.signature(type(envs.make(args.env))).parameters if n else ()
         options = {key: value for key, value in {"split": split, "reward": args.reward}.items() if key in known}
+        given = dict(option.strip().partition("=")[::2] for option in args.world.split(",") if option.strip())
+        options |= {key: int(value) if value.isdigit() else value for key, value in given.items()}
         worlds = [envs.make(args.env, **options) for _ in range(n)]
     except (ValueError, envs.Unavailable) as error:
         stop(f"--env {args.env}: {error}")

@@ -751,6 +751,17 @@ def test_a_prompt_is_read_once_and_nothing_is_read_again(warm):
     assert shapes[1][0] == 24 and shapes[-1][0] < 24, "those that have ended leave"
 
 
+def test_a_worlds_options_reach_it(capsys):
+    (world,) = loop_ppo.make_worlds(small(env="apps", world="max_turns=3, max_output=99"), 1, "dev")
+    assert (world.max_turns, world.sandbox.max_output) == (3, 99)
+    world.close()
+    for wrong in ("flavour=salt", "flavour"):
+        with pytest.raises(SystemExit):
+            loop_ppo.make_worlds(small(env="apps", world=wrong), 1, "dev")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "flavour" in line
+
+
 def test_tasks_may_be_played_some_at_a_time(tmp_path, monkeypatch):
     sizes, memory = [], loop_ppo.Memory
 
