@@ -537,26 +537,35 @@ def test_a_log_ratio_too_large_stops_the_iteration(warm):
     assert metrics["update/stopped"] == 1.0 and abs(metrics["update/log_ratio"]) > 0
 
 
-def test_a_scorer_that_is_not_the_sampler_is_noticed(warm, capfd):
-    """The ratio before the first step is checked: here the weights change between the old log-probs and the step."""
+@pytest.mark.parametrize("variant", ["loop", "rloo"])
+def test_a_scorer_that_is_not_the_sampler_is_noticed(warm, capfd, variant):
+    """Before the first step, whether a rollout's old log-probs are of that step or of the pass before it."""
     played, model = play(warm, small()), copy.deepcopy(warm)
-    original = loop_ppo.score
-    calls = []
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5:9] += 0.5
+    with pytest.raises(SystemExit):
+        weights_after(model, played, torch.ones(6), small(variant=variant, minibatch=2))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "log-probs at scoring are not those at sampling" in line
 
-    def drifting(model, *rest):
-        if calls:
-            with torch.no_grad():
-                model.get_output_embeddings().weight[5:9] += 0.5
-        calls.append(1)
-        return original(model, *rest)
 
-    loop_ppo.score = drifting
+def test_the_old_log_probs_are_of_before_the_first_step(warm):
+    """Each rollout is read once before it is learned from, those of the first step in that step."""
+    played, read, score = play(warm, small(temperature=0.9)), [], loop_ppo.score
+
+    def watched(model, trajectories, args):
+        read.append((torch.is_grad_enabled(), [id(t) for t in trajectories]))
+        return score(model, trajectories, args)
+
+    loop_ppo.score = watched
     try:
-        with pytest.raises(SystemExit):
-            weights_after(model, played, torch.ones(6), small(micro_batch=100))
+        _, metrics = weights_after(warm, played, torch.ones(6), small(minibatch=2, epochs=1, temperature=0.9))
     finally:
-        loop_ppo.score = original
-    assert "ratio is not 1" in capfd.readouterr().err
+        loop_ppo.score = score
+    before = {i for with_gradient, part in read if not with_gradient for i in part}
+    learned = [i for with_gradient, part in read if with_gradient for i in part]
+    assert len(before) == 4 and sorted(learned) == sorted(map(id, played)) and not before & set(learned[:2])
+    assert 0 < metrics["update/sampler_gap"] < 1e-3
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
