@@ -49,7 +49,7 @@ class Args:
     seeds: int = 5  # 1 to this
     jobs: int = 2  # runs at a time, one thread each
     iterations: int = 80  # of every run
-    options: str = ""  # for every run, as one text: "--tasks 8 --width 64"
+    options: str = ""  # for every run, in one piece: --options="--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
     known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks

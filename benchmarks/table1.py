@@ -48,7 +48,7 @@ class Args:
     rows: tuple[str, ...] = TABLE  # those that are wanted
     seeds: int = 5  # 1 to this
     jobs: int = 2  # runs at a time, one thread each
-    options: str = ""  # for every run, as one text: "--iterations 20 --mix random=0.5,scripted=0.5"
+    options: str = ""  # for every run, in one piece: --options="--mix random=0.5,scripted=0.5"
     runs: Path = Path("runs/table1")  # folder of the runs
     known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks
