@@ -68,7 +68,7 @@ import envs
 class Args:
     env: str = "apps"  # the world, an id that `python -m envs` lists; its text must be append-only
     reward: Literal["fraction", "success"] = "fraction"  # share of a task's tests passed, or 1 if all (apps, appworld)
-    world: str = ""  # what else envs.make takes, as in "sandbox=monty,max_turns=20"; docs/worlds.md has the options
+    world: str = ""  # more options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D4)
     seed: int = 1  # of everything random in the run
     iterations: int = 80  # rounds of rollouts and updates
