@@ -29,7 +29,7 @@ from typing import Literal
 from urllib.parse import quote
 
 import tyro
-from tables import check, insert, interval, read_lines, stop, write_lines
+from tables import check, drawing, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
 ROWS = {
@@ -42,7 +42,6 @@ ROWS = {
 # Golchha et al. 2024, Table 3, in percent: DRRN and the better LGE after 100,000 steps of 8 worlds; two we do not know.
 PAPER = {"T11": (19, 39), "T12": (26, 56), "T14": (19, 67), "T20": (48, 89), "T22": (47, 64), "T25": (13, 25)}
 TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # those where the paper's gain is large
-COLOURS = dict(zip(ROWS, ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00"), strict=True))
 START, END = "<!-- table3 -->", "<!-- /table3 -->"
 QUICK = (
     "--steps 8 --worlds 2 --step-limit 4 --eval-every 4 --log-every 4 --eval-episodes 2 --vocabulary-steps 2 --batch 4"
@@ -107,25 +106,6 @@ def outcome(run: Path) -> dict:
     return {"summary": json.loads((run / "summary.json").read_text(encoding="utf-8")), "curves": curves}
 
 
-def drawing(curves: dict[str, dict[str, list[tuple[int, float]]]]) -> str:
-    """An SVG with a panel for each task and a line for each method, points (step, score)."""
-    width, height, gap = 300, 180, 50
-    steps = max(step for rows in curves.values() for points in rows.values() for step, _ in points)
-    shapes = []
-    for n, (task, rows) in enumerate(curves.items()):
-        x, y = gap + n % 2 * (width + gap), gap + n // 2 * (height + gap)
-        shapes.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="black"/>')
-        shapes.append(f'<text x="{x}" y="{y - 6}">{task}</text><text x="{x - 28}" y="{y + 10}">100</text>')
-        shapes.append(f'<text x="{x + width - 90}" y="{y + height + 14}">{steps} steps</text>')
-        for k, (row, points) in enumerate(rows.items()):
-            line = " ".join(f"{x + width * step / steps:.1f},{y + height * (1 - s / 100):.1f}" for step, s in points)
-            shapes.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[row]}" stroke-width="2"/>')
-            shapes.append(f'<text x="{x + 8}" y="{y + 16 + 14 * k}" fill="{COLOURS[row]}">{row}</text>')
-    size = f'width="{2 * (width + gap) + gap}" height="{gap + (len(curves) + 1) // 2 * (height + gap)}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *shapes, "</svg>\n"])
-
-
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     check(args.seeds, args.jobs, args.out, START, END)
@@ -173,7 +153,7 @@ def main(args: Args) -> str:
             by_seed = zip(*[outcomes[task, row, seed]["curves"][args.split] for seed in seeds], strict=True)
             mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
             means.setdefault(task, {})[row] = mean
-    (folder / "curves.svg").write_text(drawing(means), encoding="utf-8")
+    (folder / "curves.svg").write_text(drawing(means, "steps", top=100), encoding="utf-8")
 
     # --- table
     def score(task: str, row: str, seed: int) -> float:

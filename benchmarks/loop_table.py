@@ -4,6 +4,7 @@
     python benchmarks/loop_table.py --quick                    # seconds, and its figures mean nothing
     python benchmarks/loop_table.py --out docs/loop_ppo.md     # puts the table between the file's two marks
     python benchmarks/loop_table.py --known cells.jsonl        # what has been run elsewhere is not run again
+    python benchmarks/loop_table.py --curves curves.svg        # draws, too, how it came to that
 
 Every cell is one run of loop_ppo.py in a folder of its own below --runs. All rows of a seed go on from one warm start,
 which is the same to the bit as if each had made its own. A cell that has ended is not run again, one that was killed
@@ -15,6 +16,7 @@ test splits, in percent. The paper's figures (Table 1) are of a 32B model in App
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -24,7 +26,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import tyro
-from tables import check, insert, interval, read_lines, stop, write_lines
+from tables import check, drawing, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
@@ -37,6 +39,8 @@ ROWS = {  # the options of each row, and the paper's figures for it, in the orde
 }
 COLUMNS = {"normal TGC": "test_normal_success", "SGC": "test_normal_scenarios"}
 COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_scenarios"}
+CURVES = {"rollout/success": "solved in training", "update/filtered": "groups of equal returns"}
+CURVES |= {"update/clipped": "tokens that the clip leaves out", "rollout/no_op": "rollouts that do nothing"}
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
 START, END = "<!-- table -->", "<!-- /table -->"
 QUICK = "--drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
@@ -53,6 +57,7 @@ class Args:
     runs: Path = Path("runs/loop_table")  # folder of the runs
     known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks
+    curves: Path | None = None  # file that gets an SVG: CURVES by iterations, means over the seeds
     quick: bool = False  # two seeds of runs of one iteration, to see that all works
 
 
@@ -81,9 +86,14 @@ def warm_start(args: Args, seed: int) -> Path:
     return sorted(folder.glob("*/summary.json"))[0].parent
 
 
+def folder_of(args: Args, row: str, seed: int) -> Path:
+    """The folder of a cell's run."""
+    return group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
+
+
 def run_cell(args: Args, row: str, seed: int, start: Path) -> dict:
     """Runs one cell, or what is missing of it, and returns its summary."""
-    folder, iterations = group(args) / re.sub(r"\W+", "_", f"{row} {seed}"), 1 if args.quick else args.iterations
+    folder, iterations = folder_of(args, row, seed), 1 if args.quick else args.iterations
     if not folder.exists():
         copy = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(copy, ignore_errors=True)
@@ -111,14 +121,17 @@ def main(args: Args) -> str:
     cells = [(row, seed) for seed in seeds for row in ROWS]
     about = {"group": group(args).name, "iterations": args.iterations}
     known, lock = read_lines(args.known), threading.Lock()
-    summaries = {(r["method"], r["seed"]): r["summary"] for r in known if about.items() <= r.items()}
-    missing = [cell for cell in cells if cell not in summaries]
+    useful = [r for r in known if about.items() <= r.items() and (not args.curves or "curves" in r)]
+    found = {(r["method"], r["seed"]): r for r in useful}
+    missing = [cell for cell in cells if cell not in found]
 
     def run_and_keep(cell: tuple[str, int]) -> None:
         summary = run_cell(args, *cell, starts[cell[1]])
+        logged = read_lines(folder_of(args, *cell) / "metrics.jsonl")
+        curves = {tag: [round(100 * row[tag], 1) for row in logged] for tag in CURVES}
         with lock:
-            summaries[cell] = summary
-            known.append(about | {"method": cell[0], "seed": cell[1], "summary": summary})
+            found[cell] = about | {"method": cell[0], "seed": cell[1], "summary": summary, "curves": curves}
+            known.append(found[cell])
             if args.known:
                 write_lines(args.known, known)
 
@@ -130,12 +143,12 @@ def main(args: Args) -> str:
         except RuntimeError as error:
             pool.shutdown(cancel_futures=True)
             stop(str(error))
-    if missing := [key for key in COLUMNS.values() if key not in summaries[cells[0]]]:
+    if missing := [key for key in COLUMNS.values() if key not in found[cells[0]]["summary"]]:
         stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
 
     def line(row: str, prefix: str, paper) -> str:
         keys = [prefix.join(re.match("(test_[a-z]+_)(.*)", key).groups()) for key in COLUMNS.values()]
-        ours = [interval([100 * summaries[row, seed][key] for seed in seeds]) for key in keys]
+        ours = [interval([100 * found[row, seed]["summary"][key] for seed in seeds]) for key in keys]
         theirs = " / ".join(map(str, paper or ["not at hand"]))
         return f"| {row if not prefix else 'warm start'} | {' | '.join(ours)} | {theirs} |"
 
@@ -145,6 +158,14 @@ def main(args: Args) -> str:
     print(f"{len(seeds)} seeds\n{table}")
     if args.out:
         insert(table, args.out, START, END)
+    if args.curves:
+
+        def mean(row: str, tag: str) -> list[tuple[int, float]]:
+            by_seed = zip(*(found[row, seed]["curves"][tag] for seed in seeds), strict=True)
+            return [(iteration, statistics.fmean(same)) for iteration, same in enumerate(by_seed, 1)]
+
+        panels = {f"{title}, %": {row: mean(row, tag) for row in ROWS} for tag, title in CURVES.items()}
+        args.curves.write_text(drawing(panels, "iterations"), encoding="utf-8")
     return table
 
 

@@ -1,10 +1,11 @@
-"""What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks."""
+"""What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks, curves."""
 
 import json
 import statistics
 import sys
 from pathlib import Path
 
+COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#000000")  # Okabe and Ito's
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
 
 
@@ -60,3 +61,25 @@ def insert(table: str, out: Path, start: str, end: str) -> None:
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
     temporary.replace(out)
+
+
+def drawing(panels: dict[str, dict[str, list[tuple[int, float]]]], unit: str, top: float = 0) -> str:
+    """An SVG with a line for each row of each panel, points (x, y). `top` ends all y axes; 0: the largest y does."""
+    width, height, gap = 300, 180, 50
+    last = max(x for rows in panels.values() for points in rows.values() for x, _ in points)
+    shapes = ['<rect width="100%" height="100%" fill="white"/>']
+    for n, (title, rows) in enumerate(panels.items()):
+        left, above = gap + n % 2 * (width + gap), gap + n // 2 * (height + gap)
+        end = top or max(y for points in rows.values() for _, y in points) or 1
+        shapes.append(f'<rect x="{left}" y="{above}" width="{width}" height="{height}" fill="none" stroke="black"/>')
+        shapes.append(f'<text x="{left}" y="{above - 6}">{title}</text>')
+        shapes.append(f'<text x="{left - 4}" y="{above + 10}" text-anchor="end">{end:.3g}</text>')
+        shapes.append(f'<text x="{left + width - 90}" y="{above + height + 14}">{last} {unit}</text>')
+        for k, (row, points) in enumerate(rows.items()):
+            at = [(left + width * x / last, above + height * (1 - y / end)) for x, y in points]
+            line, colour = " ".join(f"{x:.1f},{y:.1f}" for x, y in at), COLOURS[k % len(COLOURS)]
+            shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            shapes.append(f'<text x="{left + 8}" y="{above + 16 + 14 * k}" fill="{colour}">{row}</text>')
+    size = f'width="{2 * (width + gap) + gap}" height="{gap + (len(panels) + 1) // 2 * (height + gap)}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *shapes, "</svg>\n"])

@@ -100,3 +100,23 @@ def test_a_page_without_marks_is_one_line(tmp_path, capfd):
         loop_table.main(loop_table.Args(out=page, runs=tmp_path / "runs"))
     assert caught.value.code == 2 and len(capfd.readouterr().err.splitlines()) == 1
     assert page.read_text() == "nothing here" and not (tmp_path / "runs").exists()
+
+
+def test_the_curves_are_means_over_the_seeds(tmp_path):
+    """Drawn from cells that are known, in a panel from pixel 230 up to 50."""
+    summary = dict.fromkeys(loop_table.COLUMNS.values(), 0.5)
+    summary |= {re.sub("(test_[a-z]+_)", r"\1warm_start_", key): 0.25 for key in summary}
+    about = {"group": "apps", "iterations": 2, "summary": summary}
+    cells = [
+        about | {"method": row, "seed": seed, "curves": dict.fromkeys(loop_table.CURVES, [0.0, 100.0 * (seed - 1)])}
+        for row in loop_table.ROWS
+        for seed in (1, 2)
+    ]
+    known, drawn = tmp_path / "cells.jsonl", tmp_path / "curves.svg"
+    known.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    args = loop_table.Args(seeds=2, iterations=2, known=known, curves=drawn, runs=tmp_path / "runs")
+    assert "| RLOO | 50.0 (50.0, 50.0) |" in loop_table.main(args) and not args.runs.exists()
+    svg = drawn.read_text()
+    assert svg.count("<polyline") == len(loop_table.ROWS) * len(loop_table.CURVES)
+    assert '<polyline points="200.0,230.0 350.0,50.0"' in svg and ">50</text>" in svg  # the largest y ends the axis
+    assert all(f"{title}, %</text>" in svg for title in loop_table.CURVES.values())
