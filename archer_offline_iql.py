@@ -808,6 +808,8 @@ def main(args: Args) -> dict[str, float]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
+    evaluated = [row["eval/return"] for row in logs["metrics.jsonl"] if "eval/return" in row]
+    summary["best_return"] = max(evaluated, default=summary["eval_return"])  # above the last: it learned too long
     summary |= {key: state[key] for key in ("warm_start_return", "seconds", "cpu_seconds")} | {"episodes": len(data)}
     summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]

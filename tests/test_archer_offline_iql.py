@@ -418,6 +418,21 @@ def go(folder: Path, **changes) -> tuple[Path, dict]:
     return run, summary
 
 
+def test_the_summary_has_the_last_and_the_best_evaluation(tmp_path, monkeypatch):
+    """Of all evaluations, those before an interruption too, but for that of the untrained actor."""
+    returns, evaluate = iter([-2.0, -9.0, -5.0, -7.0]), offline.evaluate
+
+    def told(*args):
+        figures, played = evaluate(*args)
+        return figures | {"eval/return": next(returns)}, played
+
+    monkeypatch.setattr(offline, "evaluate", told)
+    run, summary = go(tmp_path, iterations=2, eval_every=1)
+    assert (summary["eval_return"], summary["best_return"]) == (-5.0, -5.0)
+    summary = offline.main(small(resume=str(run), iterations=3, eval_every=1))
+    assert (summary["eval_return"], summary["best_return"], summary["warm_start_return"]) == (-7.0, -5.0, -2.0)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     torch.set_num_threads(1)

@@ -59,6 +59,7 @@ LGE_SUMMARY = " ".join(f"eval_{split}_{name}" for split in ("dev", "test") for n
 SUMMARIES = defaultdict(
     lambda: SUMMARY,
     {
+        "archer_offline_iql": f"{SUMMARY} best_return",
         "guide_simcse": f"{GUIDE_SUMMARY} seconds cpu_seconds peak_memory_mb",
         "lge_drrn": f"{LGE_SUMMARY} episodes updates steps seconds cpu_seconds peak_memory_mb",
     },

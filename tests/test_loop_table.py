@@ -108,7 +108,7 @@ def test_the_curves_are_means_over_the_seeds(tmp_path):
     summary |= {re.sub("(test_[a-z]+_)", r"\1warm_start_", key): 0.25 for key in summary}
     about = {"group": "apps", "iterations": 2, "summary": summary}
     cells = [
-        about | {"method": row, "seed": seed, "curves": dict.fromkeys(loop_table.CURVES, [0.0, 100.0 * (seed - 1)])}
+        about | {"method": row, "seed": seed, "curves": {key: [0.0, 100.0 * (seed - 1)] for key in loop_table.CURVES}}
         for row in loop_table.ROWS
         for seed in (1, 2)
     ]
