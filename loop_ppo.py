@@ -416,7 +416,7 @@ def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
     if args.lora:
         add_adapters(model, args, checkpoint)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
     return model
 
 
