@@ -584,7 +584,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, warm, monkeypatch):
     model = loop_ppo.make_model(args, [])
     remade, forward = [], torch.utils.checkpoint.checkpoint
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda *a, **k: remade.append(1) or forward(*a, **k))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable()
     assert [t.ids for t in play(model, args)] == [t.ids for t in played] and not remade, "rollouts keep their cache"
     saved, _ = weights_after(model, played, advantage_N, args)
     assert torch.allclose(plain, saved, atol=1e-5)
