@@ -10,7 +10,7 @@
     python loop_ppo.py --resume runs/...            # a 32B model in AppWorld, the paper's setting: docs/loop_ppo.md
 
 K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the advantage
-of all its tokens. There is no value network and no reference model: one copy of the weights is all.
+of all its tokens. There is no value network and, but for GRPO, no reference model: one copy of the weights is all.
 
 Paper: Chen et al. 2025, arXiv:2502.01600
   E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       sec. 4     leave_one_out
@@ -82,7 +82,7 @@ class Args:
     model: str = "tiny"  # tiny (a small Llama from scratch) or a causal LM: Hugging Face name or local folder
     width: int = 96  # hidden size of the tiny model
     layers: int = 2  # of the tiny model
-    vocabulary: int = 4000  # at most so many words, numbers and pieces of them has the tiny model's vocabulary
+    vocabulary: int = 4000  # size of the tiny model's vocabulary: words, numbers, pieces of words, bytes
     lora: bool = False  # train low-rank adapters only (needs the package peft)
     lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: 16, 32)
     gradient_checkpointing: bool = False  # compute activations again in the backward pass instead of keeping them
@@ -141,7 +141,7 @@ METRICS = {
     "rollout/length": "turns of a rollout, mean",
     "rollout/tokens": "tokens that the model wrote in a rollout, mean",
     "rollout/truncated": "share of rollouts that the limit of turns or the context cut off",
-    "rollout/entropy": "-log pi of a written token, nats: the entropy at temperature 1; near 0 it explores no more",
+    "rollout/entropy": "mean -log pi of the written tokens, nats: estimates the entropy; near 0 it explores no more",
     "rollout/dropped": "share of rollouts stopped as stragglers; they teach nothing",
     "rollout/broken": "share of rollouts whose world broke; above 0 look after the server",
     "rollout/no_op": "share of rollouts whose only call completed the task; rising means that doing nothing pays",
@@ -159,12 +159,12 @@ METRICS = {
     "update/stopped": "1 if the log-ratio ended the iteration early",
     "update/grad_norm": "before clipping",
     "update/kl": "E7 in nats a token; with --variant grpo only",
-    "eval/return": "return with sampled turns, every task of the dev split once",
+    "eval/return": "return with sampled turns, every task of the dev split once (or --eval-episodes of them)",
     "eval/success": "share of these that were solved: the task goal completion (TGC)",
     "eval/scenarios": "share of scenarios with all variants solved (SGC)",
     "eval/questions": "share of the tasks that ask for an answer that were solved; with --env apps only",
     "eval/no_op": "return of completing every task at once, a baseline; with --env apps only",
-    "eval/return_greedy": "return with the likeliest tokens, every task of the dev split once",
+    "eval/return_greedy": "return with the likeliest tokens, of the same tasks",
     "eval/success_greedy": "TGC of these",
     "eval/scenarios_greedy": "SGC of these",
     "eval/questions_greedy": "as above, with the likeliest tokens; with --env apps only",
@@ -202,7 +202,7 @@ class Trajectory:
         return len(self.actions)
 
 
-@lru_cache(maxsize=500_000)  # worlds repeat themselves: each piece of text is tokenised once
+@lru_cache(maxsize=20_000)  # worlds repeat themselves; what they print can be long
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -216,6 +216,8 @@ def frame(tokenizer) -> tuple[str, str, str]:
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     before, reply, behind = (re.split("<[012]>", text)[i] for i in (0, 2, 3))
+    if not reply.startswith(end := tokenizer.eos_token):
+        stop(f"--model: a turn of its chat template ends with {reply[:20]!r}, not with its end token {end!r}; set that")
     return before, reply.removeprefix(tokenizer.eos_token), behind  # the end of turn is the model's own to write
 
 
@@ -265,15 +267,15 @@ def normalised(return_K: torch.Tensor) -> torch.Tensor:
 def ratios(logp_M, old_logp_M, turn_M, rollout_M, level: str) -> torch.Tensor:
     """w of every token [M]: its own (E3), its turn's (E4) or its rollout's (E5). `turn_M`, `rollout_M` number these."""
     log_ratio_M = logp_M - old_logp_M
-    if level == "token":
-        return log_ratio_M.exp()  # E3
-    owner_M = turn_M if level == "turn" else rollout_M
-    sums = log_ratio_M.new_zeros(int(owner_M.max()) + 1).index_add(0, owner_M, log_ratio_M)
-    return sums.exp()[owner_M]  # E4, E5
+    if level != "token":
+        owner_M = turn_M if level == "turn" else rollout_M
+        sums = log_ratio_M.new_zeros(int(owner_M.max()) + 1).index_add(0, owner_M, log_ratio_M)
+        log_ratio_M = sums[owner_M]  # E4, E5
+    return log_ratio_M.clamp(max=80).exp()  # E3; beyond 88 it would be infinite, and its clipped gradient 0 * inf
 
 
 def surrogate(w_M, advantage_M, clip: float, lower_bound: str = "minus") -> torch.Tensor:
-    """E2: min(w A, g(A)) [M]. g is the worth of the farthest ratio that still counts as a gain: 1+eps, or below 1-eps.
+    """E2: min(w A, g(A)) [M]. g(A) is w A at the bound of w: (1+eps) A where A > 0, (1-eps) A where A < 0.
 
     >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
     [1.25, -2.0, 0.5, -0.75]
@@ -313,14 +315,14 @@ class Column(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             B, heads, _, D = key_states.shape
             self.keys, self.values = (key_states.new_zeros(B, 0, heads, D) for _ in range(2))
-        if (room := self.keys.shape[1]) < length:  # doubled, so that growing costs little
-            add = self.keys.new_zeros(len(self.keys), max(length, 2 * room) - room, *self.keys.shape[2:])
+        if (room := self.keys.shape[1]) < length:  # a quarter more, so that growing costs little
+            add = self.keys.new_zeros(len(self.keys), max(length - room, room // 4), *self.keys.shape[2:])
             self.keys, self.values = torch.cat([self.keys, add], 1), torch.cat([self.values, add], 1)
         at = torch.arange(len(self.keys)) if rows is None else rows
         found = []
         for store, new in ((self.keys, key_states), (self.values, value_states)):
             store[at[:, None], position_BQ] = new.transpose(1, 2)
-            found.append((store if rows is None else store[rows])[:, :length].transpose(1, 2))
+            found.append((store[:, :length] if rows is None else store[rows, :length]).transpose(1, 2))
         return found
 
 
@@ -412,7 +414,9 @@ def make_model(args: Args, texts: list[str], checkpoint: Path | None = None):
     if args.context > (limit := getattr(model.config, "max_position_embeddings", args.context)):
         stop(f"--context {args.context}: {args.model} reads {limit} tokens; give at most these")
     model.tokenizer = tokenizer
-    model.to(args.device, getattr(torch, args.dtype)).eval()  # eval: no dropout, ever
+    model.to(args.device).eval()  # eval: no dropout, ever
+    for p in model.parameters():  # and no buffers: at position 8,000 rotary frequencies in bfloat16 are radians off
+        p.data = p.data.to(getattr(torch, args.dtype))
     if args.lora:
         add_adapters(model, args, checkpoint)
     if args.gradient_checkpointing:
@@ -429,12 +433,14 @@ def add_adapters(model, args: Args, checkpoint: Path | None) -> None:
     projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
     config = peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=projections)
     try:
-        model.load_adapter(str(checkpoint / "actor"), is_trainable=True) if checkpoint else model.add_adapter(config)
-    except ValueError as error:  # layers of other names, or another checkpoint's
+        model.add_adapter(config)
+    except ValueError as error:  # layers of other names
         stop(f"--lora: {args.model} takes no adapters on its {', '.join(projections)}: {error}".splitlines()[0])
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+    if checkpoint:  # only now: model.load_adapter would round them to the model's dtype
+        peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(checkpoint / "actor"), args.device))
 
 
 # ---------------------------------------------------------- 5. rollouts
@@ -545,7 +551,7 @@ def rollout(model, worlds, tasks: list[int], seeds: list[int], args: Args, gener
 
 def has_enough(played: list[Trajectory], over: set[int], args: Args) -> bool:
     """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
-    whole = [i for i, t in enumerate(played) if t.fate != "broken"]  # nobody waits for the others
+    whole = [i for i, t in enumerate(played) if t.fate != "broken"]  # a broken one is not waited for
     ended, tasks = (Counter(played[i].task for i in part) for part in (over & {*whole}, whole))
     each = all(ended[task] >= min(args.finish_each, number) for task, number in tasks.items())
     return each and ended.total() >= args.finish_all * len(whole)
@@ -593,7 +599,7 @@ def advantages_of_groups(played: list[Trajectory], normalise: bool) -> tuple[lis
         if t.fate == "ended" and t.turns:
             groups.setdefault(t.task, []).append(t)
     kept = [group for group in groups.values() if len(group) >= 2]
-    returns = [torch.tensor([sum(t.rewards) for t in g], dtype=torch.float64) for g in kept]  # or equal ones differ
+    returns = [torch.tensor([sum(t.rewards) for t in g], dtype=torch.float64) for g in kept]  # float32: equals differ
     advantage_N = torch.cat([(normalised if normalise else leave_one_out)(r) for r in returns] or [torch.zeros(0)])
     equal = [float(r.max() - r.min() < 1e-6) for r in returns]
     return [t for group in kept for t in group], advantage_N.float(), float(np.mean(equal or [1.0]))
@@ -601,7 +607,7 @@ def advantages_of_groups(played: list[Trajectory], normalise: bool) -> tuple[lis
 
 def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, rng, start_model=None):
     """Some epochs of steps on E2 (and E7, given a start model) with the rollouts of an iteration."""
-    variant, tolerance = VARIANTS[args.variant], {"float32": 1e-2, "bfloat16": 1.0}[args.dtype]
+    variant = VARIANTS[args.variant]
     size = (0 if variant["on_policy"] else args.minibatch) or len(played) or 1
     useful = [i for i, a in enumerate(advantage_N.tolist()) if abs(a) >= args.min_advantage]
     minibatches = []  # of all epochs, without regard to tasks
@@ -645,8 +651,9 @@ def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, 
             log_ratios += torch.zeros(len(part)).index_add(0, rollout_M.cpu(), difference_M.cpu()).tolist()
             rows.append(row)
         if not step:
-            gap = max((old[i].cpu() - torch.tensor(played[i].logps)).abs().max().item() for i in useful)
-            if gap > tolerance:
+            gap_M = torch.cat([(old[i].cpu() - torch.tensor(played[i].logps)).abs() for i in useful])
+            gap = gap_M.max().item()
+            if gap > 1e-2 if args.dtype == "float32" else gap_M.mean() > 0.1:
                 stop(f"log-probs at scoring are not those at sampling (off by {gap:.2g}): does the model have dropout?")
         mean = rows[-1]["update/log_ratio"] = float(np.mean(log_ratios))
         if diverged := not abs(mean) <= args.max_log_ratio:  # also NaN
@@ -822,7 +829,7 @@ def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
-    worlds = make_worlds(args, args.tasks * args.rollouts, "train")
+    worlds = make_worlds(args, min(args.tasks_at_a_time or args.tasks, args.tasks) * args.rollouts, "train")
     difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
     trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]
     has_splits = "split" in inspect.signature(type(worlds[0])).parameters
@@ -894,11 +901,11 @@ def main(args: Args) -> dict[str, float]:
         began = time.time()
         # 1. K rollouts of some tasks
         chosen = rng.choice(trained_on, args.tasks, replace=len(trained_on) < args.tasks)
-        tasks, seeds = chosen.repeat(args.rollouts).tolist(), rng.integers(2**31, size=args.tasks).repeat(args.rollouts)
-        played, size = [], (args.tasks_at_a_time or args.tasks) * args.rollouts
-        for some in (slice(first, first + size) for first in range(0, len(tasks), size)):
-            part = worlds[some], tasks[some], seeds.tolist()[some]
-            played += rollout(model, *part, args, generator, may_drop=True)
+        seeds = rng.integers(2**31, size=args.tasks).repeat(args.rollouts).tolist()
+        tasks = chosen.repeat(args.rollouts).tolist()
+        played, size = [], len(worlds)
+        for i in range(0, len(tasks), size):
+            played += rollout(model, worlds, tasks[i : i + size], seeds[i : i + size], args, generator, may_drop=True)
         rolled = time.time()
 
         # 2. their advantages, and some steps
@@ -930,7 +937,7 @@ def main(args: Args) -> dict[str, float]:
 
     summary = {f"eval_{key}": state["evaluation"][key] for key in ("return", "return_greedy", "success")}
     summary |= {"warm_start_return": state["warm_start"]["dev"]["return"]}
-    for split in splits[1:]:
+    for split in splits[1:] if state["iteration"] >= args.iterations else []:
         name = split.replace("-", "_")
         summary |= {f"{name}_warm_start_{key}": value for key, value in state["warm_start"][split].items()}
         summary |= {f"{name}_{key}": value for key, value in evaluate(model, args, split).items()}
@@ -973,9 +980,11 @@ def make_worlds(args: Args, n: int, split: str) -> list:
         known = inspect.signature(type(envs.make(args.env))).parameters if n else ()
         options = {key: value for key, value in {"split": split, "reward": args.reward}.items() if key in known}
         given = dict(option.strip().partition("=")[::2] for option in args.world.split(",") if option.strip())
-        options |= {key: int(value) if value.isdigit() else value for key, value in given.items()}
+        if taken := given.keys() & {"split", "reward"}:  # evaluations would be of another split than they say
+            raise ValueError(f"--world may not set {taken.pop()}; --reward does, and splits are for evaluations")
+        options |= {key: int(value) if re.fullmatch(r"-?\d+", value) else value for key, value in given.items()}
         worlds = [envs.make(args.env, **options) for _ in range(n)]
-    except (ValueError, envs.Unavailable) as error:
+    except (ValueError, TypeError, envs.Unavailable) as error:
         stop(f"--env {args.env}: {error}")
     if worlds and not worlds[0].append_only:
         stop(f"--env {args.env}: its text is written anew every turn, and here it must only grow; take archer.py")

@@ -367,6 +367,8 @@ class Apps(gymnasium.Env):
             raise ValueError(f"reward: {reward!r} is neither fraction nor success")
         if sandbox not in ("process", "monty"):
             raise ValueError(f"sandbox: {sandbox!r} is neither process nor monty")
+        if min(max_turns, max_output) < 1:
+            raise ValueError("max_turns and max_output must be at least 1")
         self.split, self.reward, self.max_turns, self.max_output = split, reward, max_turns, max_output
         tasks = tasks_of(split)
         self.num_tasks = len(tasks)

@@ -269,6 +269,8 @@ class AppWorld(gymnasium.Env):
             raise ValueError(f"split: {split!r} is none of {', '.join(SPLITS)}")
         if reward not in ("fraction", "success"):
             raise ValueError(f"reward: {reward!r} is neither fraction nor success")
+        if max_turns < 0:
+            raise ValueError("max_turns must be at least 1, or 0 for that of the paper")
         self.reward, self.max_turns = reward, max_turns or (40 if self.split == "train" else 50)
         self.max_output, self.timeout, self.episodes_per_server = max_output, timeout, episodes_per_server
         self.python = find_python(appworld)

@@ -246,6 +246,14 @@ def test_e3_e4_e5_are_products_over_tokens_turns_and_rollouts():
         assert loop_ppo.ratios(*tensors, level).tolist() == pytest.approx(naive, rel=1e-12)
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+def test_a_ratio_that_overflows_has_no_gradient_that_is_no_number(level):
+    logp_M, owner_M = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True), torch.tensor([0, 0, 1])
+    w_M = loop_ppo.ratios(logp_M, torch.tensor([-120.0, -120.0, -1.0]), owner_M, owner_M, level)
+    loop_ppo.surrogate(w_M, torch.ones(3), 0.2).sum().backward()
+    assert logp_M.grad.tolist() == [0.0, 0.0, 1.0]
+
+
 def test_e3_e4_e5_are_the_same_where_a_rollout_is_one_token():
     new, old, one = torch.randn(5), torch.randn(5), torch.arange(5)
     token, turn, trajectory = (loop_ppo.ratios(new, old, one, one, x) for x in ("token", "turn", "trajectory"))
@@ -764,11 +772,11 @@ def test_a_worlds_options_reach_it(capsys):
     (world,) = loop_ppo.make_worlds(small(env="apps", world="max_turns=3, max_output=99"), 1, "dev")
     assert (world.max_turns, world.sandbox.max_output) == (3, 99)
     world.close()
-    for wrong in ("flavour=salt", "flavour"):
+    for wrong in ("flavour=salt", "flavour", "split=dev", "reward=success", "max_turns=many", "max_turns=-1"):
         with pytest.raises(SystemExit):
             loop_ppo.make_worlds(small(env="apps", world=wrong), 1, "dev")
         (line,) = capsys.readouterr().err.splitlines()
-        assert "flavour" in line
+        assert "--env apps: " in line and (wrong.partition("=")[0] in line or "str" in line), line
 
 
 def test_tasks_may_be_played_some_at_a_time(tmp_path, monkeypatch):
@@ -780,8 +788,39 @@ def test_tasks_may_be_played_some_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop_ppo, "evaluate", lambda *_: {"return": 0.0, "return_greedy": 0.0, "success": 0.0})
     monkeypatch.setattr(loop_ppo, "Memory", watched)
+    made, make_worlds = [], loop_ppo.make_worlds
+    monkeypatch.setattr(loop_ppo, "make_worlds", lambda *which: made.append(make_worlds(*which)) or made[-1])
     _, summary = run_of(tmp_path, iterations=1, tasks_at_a_time=2)
     assert sizes == [[4, 4], [4]] and summary["episodes"] == 12
+    assert list(map(len, made)) == [8], "worlds are used again, as a server each may be dear"
+
+
+def test_bfloat16_leaves_the_rotary_frequencies_alone(skilled):
+    model = loop_ppo.make_model(small(model=skilled, dtype="bfloat16"), [])
+    rotary = model.base_model.rotary_emb
+    assert model.dtype == torch.bfloat16 and rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(rotary.inv_freq, rotary.original_inv_freq)
+
+
+def test_a_run_that_is_stopped_plays_no_test_splits(tmp_path, monkeypatch):
+    """Whoever types Ctrl-C does not wait for them; the summary says what is known."""
+    played, update = [], loop_ppo.update
+
+    def evaluated(model, args, split):
+        played.append(split)
+        return {"return": 0.0, "return_greedy": 0.0, "success": 0.0}
+
+    def typed(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*args)
+
+    monkeypatch.setattr(loop_ppo, "evaluate", evaluated)
+    _, summary = run_of(tmp_path / "whole", env="apps", iterations=1)
+    assert played == 2 * ["dev", "test-normal", "test-challenge"] and "test_normal_success" in summary
+    monkeypatch.setattr(loop_ppo, "update", typed)
+    played.clear()
+    _, summary = run_of(tmp_path / "stopped", env="apps", iterations=3)
+    assert played == ["dev", "test-normal", "test-challenge"] and "test_normal_success" not in summary
 
 
 def test_a_real_model_needs_no_demonstrations(tmp_path, skilled):
@@ -865,6 +904,16 @@ def test_a_chat_template_frames_prompts_and_replies(warm):
     )
     assert loop_ppo.frame(tokenizer) == ("[user]", "[user]", "<|endoftext|>[assistant]")
     assert tokenizer.decode(loop_ppo.reply_ids(tokenizer, "ann")) == "[user]ann<|endoftext|>[assistant]"
+
+
+def test_a_chat_template_with_another_end_of_turn_is_one_line(warm, capsys):
+    """Else turns would not end where the model ends them."""
+    tokenizer = copy.deepcopy(warm.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end_of_turn>{% endfor %}"
+    with pytest.raises(SystemExit):
+        loop_ppo.frame(tokenizer)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "'<end_of_turn>[user]'" in line and "'<|endoftext|>'" in line
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -1011,6 +1060,9 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, warm):
     ours = loop_ppo.make_model(args, [], checkpoint)
     assert torch.allclose(ours(ids).logits, after, atol=1e-5)
     assert sum(p.requires_grad for p in ours.parameters()) == len(trained)
+    for name, p in loop_ppo.make_model(replace(args, dtype="bfloat16"), [], checkpoint).named_parameters():
+        if "lora" in name:  # the base is rounded, what was trained is not
+            assert torch.equal(p, dict(model.named_parameters())[name])
     folder, _ = run_of(tmp_path / "runs", iterations=1, **options)
     saved = json.loads((folder / "args.json").read_text())
     loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": 2}))
