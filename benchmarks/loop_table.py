@@ -42,6 +42,7 @@ COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_s
 CURVES = {"rollout/success": "solved in training", "update/filtered": "groups of equal returns"}
 CURVES |= {"update/clipped": "tokens that the clip leaves out", "rollout/no_op": "rollouts that do nothing"}
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
+O1 = (61.9, 41.1, 36.7, 19.4)  # what it compares with
 START, END = "<!-- table -->", "<!-- /table -->"
 QUICK = "--drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
 QUICK += " --rollouts 3 --eval-episodes 3 --max-action-tokens 6"
@@ -57,7 +58,9 @@ class Args:
     runs: Path = Path("runs/loop_table")  # folder of the runs
     known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
     out: Path | None = None  # file that gets the table between its two marks
-    curves: Path | None = None  # file that gets an SVG: CURVES by iterations, means over the seeds
+    curves: Path | None = (
+        None  # file that gets an SVG: CURVES by iterations, means over the seeds whose cells have them
+    )
     quick: bool = False  # two seeds of runs of one iteration, to see that all works
 
 
@@ -121,8 +124,7 @@ def main(args: Args) -> str:
     cells = [(row, seed) for seed in seeds for row in ROWS]
     about = {"group": group(args).name, "iterations": args.iterations}
     known, lock = read_lines(args.known), threading.Lock()
-    useful = [r for r in known if about.items() <= r.items() and (not args.curves or "curves" in r)]
-    found = {(r["method"], r["seed"]): r for r in useful}
+    found = {(r["method"], r["seed"]): r for r in known if about.items() <= r.items()}
     missing = [cell for cell in cells if cell not in found]
 
     def run_and_keep(cell: tuple[str, int]) -> None:
@@ -154,14 +156,19 @@ def main(args: Args) -> str:
 
     lines = [f"| method | {' | '.join(COLUMNS)} | paper, all four |", "| --- |" + " ---: |" * (len(COLUMNS) + 1)]
     lines += [line("LOOP (token)", "warm_start_", BASE)] + [line(row, "", ROWS[row][1]) for row in ROWS]
+    lines.append(f"| o1, not trained |{' |' * len(COLUMNS)} {' / '.join(map(str, O1))} |")
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds\n{table}")
     if args.out:
         insert(table, args.out, START, END)
     if args.curves:
+        if not all(any("curves" in found[row, seed] for seed in seeds) for row in ROWS):
+            stop(f"--curves {args.curves}: a row has no cell with curves; run one without --known")
 
         def mean(row: str, tag: str) -> list[tuple[int, float]]:
-            by_seed = zip(*(found[row, seed]["curves"][tag] for seed in seeds), strict=True)
+            by_seed = zip(
+                *(found[row, seed]["curves"][tag] for seed in seeds if "curves" in found[row, seed]), strict=True
+            )
             return [(iteration, statistics.fmean(same)) for iteration, same in enumerate(by_seed, 1)]
 
         panels = {f"{title}, %": {row: mean(row, tag) for row in ROWS} for tag, title in CURVES.items()}
