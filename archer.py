@@ -241,7 +241,7 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, terminated_N: tor
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
     """E2 at expectile 0.5 (half the square error of V to Qbar), E6 above it (V leans to the best Qbar in the data)."""
     gap_N2 = q_N2 - v_N2
-    weight_N2 = torch.where(gap_N2 > 0, expectile, 1 - expectile)  # E6
+    weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
 
 
@@ -931,13 +931,12 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)
     for t in played:
-        v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
-        q_N, v_N = q_N2.min(-1).values.tolist(), v_S2[:-1].min(-1).values.tolist()
-        said = zip(t.actions, envs.replies(t.observations, t.actions), t.rewards, q_N, v_N, strict=True)
-        turns = [
-            {"action": action, "reply": reply, "reward": r, "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
-            for action, reply, r, q, v in said
-        ]
+        said = zip(t.actions, envs.replies(t.observations, t.actions), t.rewards, strict=True)
+        turns = [{"action": action, "reply": reply, "reward": r} for action, reply, r in said]
+        if critic is not None:
+            v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
+            for turn, q, v in zip(turns, q_N2.min(-1).values.tolist(), v_S2.min(-1).values.tolist(), strict=False):
+                turn |= {"Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
         about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "terminated": t.terminated}
         logs["rollouts.jsonl"].append(about | {"start": t.observations[0], "turns": turns})
     for name in LOGS:

@@ -30,7 +30,7 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
   D2  The critic is a decoder and starts as the actor does, with heads of its own; sec. 5.5 finds both kinds equal.
   D3  The value heads start at the mean discounted return of the data instead of zero.
   D4  A tiny GPT-2 trained from scratch on the data alone (--actor gpt2), with learning rates found by measurement.
-  D5  The time limit is an end (--no-truncation-is-terminal): behind it lie states that the critic never sees.
+  D5  As in the release the time limit is an end (--no-truncation-is-terminal); behind it no state is ever seen.
   D6  Both learning rates rise over the first updates and fall linearly to zero (--no-anneal-lr).
 """
 
@@ -70,7 +70,7 @@ class Args:
     rom: str = ""  # your copy of detective.z5, for --env detective
     webshop_data: str = ""  # folder of the published items and instructions, for --env webshop
     seed: int = 1  # of everything random in the run, but for the data
-    iterations: int = 20  # rounds of critic updates and actor updates
+    iterations: int = 20  # rounds of critic and actor updates; learning rates fall to zero over them
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     play: str = ""  # a run's folder: its agent asks and you answer
@@ -111,14 +111,16 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
     eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes; fewer than tasks: of the first
+    eval_episodes: int = (
+        314  # sampled dialogues of an evaluation, in whole passes; fewer than tasks: the first; 0: one pass
+    )
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
 
 METRICS = {
-    "data/return": "undiscounted return of the dialogues of the data, mean; what imitation aims at",
+    "data/return": "undiscounted return of the dialogues of the data, mean; what bc aims at",
     "critic/q_loss": "E1 or E8, mean square in units of return; should settle, not grow",
-    "critic/v_loss": "E6 or E2, likewise",
+    "critic/v_loss": "E6 or E2, likewise; sinks with q_loss, or V learns nothing",
     "critic/grad_norm": "before clipping; a jump is a batch that the critic cannot explain",
     "critic/explained_variance": "of the data's Monte-Carlo returns by V, before the update; below 0 useless",
     "critic/bias": "V minus the data's Monte-Carlo return; with iql above 0, as V is that of a better policy",
@@ -127,9 +129,9 @@ METRICS = {
     "actor/entropy": "of the actor's next token, nats summed over an utterance; near 0 it has stopped exploring",
     "actor/advantage_mean": "of the utterances that the actor learns from; about 0 for sarsa, below it for iql",
     "actor/advantage_std": "spread of the advantages; the signal, and the critic's noise",
-    "actor/effective_samples": "share of effective samples among the weights; with --actor-loss awr only",
+    "actor/effective_samples": "Kish's share of E7's weights; near 0 a single one is all; with --actor-loss awr only",
     "actor/clamped": "share of weights at --max-weight (D1), should be small; with --actor-loss awr only",
-    "actor/grad_norm": "before clipping",
+    "actor/grad_norm": "before clipping; where it grows with reinforce, imitate beside it",
     "eval/return": "return with sampled utterances, every task equally often",
     "eval/success": "share of these that reached the goal",
     "eval/return_greedy": "return with the likeliest tokens, every task once",
@@ -251,7 +253,7 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, terminated_N: tor
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
     """E2 at expectile 0.5 (half the square error of V to Qbar), E6 above it (V leans to the best Qbar in the data)."""
     gap_N2 = q_N2 - v_N2
-    weight_N2 = torch.where(gap_N2 > 0, expectile, 1 - expectile)  # E6
+    weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
 
 
@@ -589,8 +591,8 @@ def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args
     taken, end = [action for t in trajectories for action in t.actions], encode(tokenizer, "\n")
     judged = taken
     utterances = [(*states[s], encode(tokenizer, action) + end) for s, action in zip(acted, taken, strict=True)]
-    is_online = args.actor_loss in ("reinforce", "reinforce-bc")
-    if is_online:  # E3
+    learns_from_its_own = args.actor_loss in ("reinforce", "reinforce-bc")
+    if learns_from_its_own:  # E3
         fresh = fresh_utterances(actor, trajectories, append_only, args, generator)
         sampled = [ids for row in fresh for ids in row[:-1]]  # none of what could be said after the end
         utterances += [(*states[s], ids) for s, ids in zip(acted, sampled, strict=True)]
@@ -616,7 +618,7 @@ def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args
     is_data_M = owner_M < N
     data_nll = reinforce_loss(logp_M[is_data_M], torch.ones_like(weight_N), owner_M[is_data_M])
     loss = reinforce_loss(logp_M[is_data_M], weight_N, owner_M[is_data_M])
-    if is_online:
+    if learns_from_its_own:
         loss = reinforce_loss(logp_M[~is_data_M], advantage_N, owner_M[~is_data_M] - N)  # E3
         loss = loss + (args.bc_weight * data_nll if args.actor_loss == "reinforce-bc" else 0.0)
     entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(utterances)
@@ -734,6 +736,8 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     modules = {"critic": critic, "target": target, "optimizer": optimizer, "critic_optimizer": critic_optimizer}
+    if args.actor_loss in IMITATION:  # the critic learns nothing
+        modules = {"optimizer": optimizer}
     if args.resume:
         for name, module in modules.items():
             module.load_state_dict(state["modules"][name])
@@ -796,7 +800,7 @@ def main(args: Args) -> dict[str, float]:
             state["evaluation"], played = evaluate(actor, critic, known, args)
             metrics |= state["evaluation"]
         try:
-            log(run, logs, writer, metrics, critic, played[:8])
+            log(run, logs, writer, metrics, None if args.actor_loss in IMITATION else critic, played[:8])
             if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
                 checkpoint_now()
         except OSError as error:  # a full disk costs nothing that was learned
@@ -863,13 +867,12 @@ def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], cri
         writer.add_scalar(tag, metrics[tag], iteration)
     logs["metrics.jsonl"].append(metrics)
     for t in played:
-        v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
-        q_N, v_N = q_N2.min(-1).values.tolist(), v_S2[:-1].min(-1).values.tolist()
-        said = zip(t.actions, envs.replies(t.observations, t.actions), t.rewards, q_N, v_N, strict=True)
-        turns = [
-            {"action": action, "reply": reply, "reward": r, "Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
-            for action, reply, r, q, v in said
-        ]
+        said = zip(t.actions, envs.replies(t.observations, t.actions), t.rewards, strict=True)
+        turns = [{"action": action, "reply": reply, "reward": r} for action, reply, r in said]
+        if critic is not None:
+            v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
+            for turn, q, v in zip(turns, q_N2.min(-1).values.tolist(), v_S2.min(-1).values.tolist(), strict=False):
+                turn |= {"Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
         about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "terminated": t.terminated}
         logs["rollouts.jsonl"].append(about | {"start": t.observations[0], "turns": turns})
     for name in LOGS:

@@ -36,8 +36,14 @@ ROWS = {  # in the order of the paper's expectation, best first
     "IQL + AWR from BC": ["--critic", "iql", "--actor-loss", "awr", "--actor-lr", "1e-3"],  # not in the paper
 }
 TABLE = tuple(ROWS)[:6]
+FROM_BC = ("IQL + REINFORCE + BC", "IQL + REINFORCE", "IQL + AWR from BC")  # their actor starts as that of BC
 SHOWN = {"return": "eval/return", "greedy": "eval/return_greedy", "success": "eval/success"}
-SHOWN |= {"overestimation": "eval/overestimation", "unseen": "eval/unseen", "data nll": "actor/data_nll"}
+SHOWN |= {
+    "effective": "actor/effective_samples",
+    "overestimation": "eval/overestimation",
+    "unseen": "eval/unseen",
+    "data nll": "actor/data_nll",
+}
 START, END = "<!-- table1 -->", "<!-- /table1 -->"
 QUICK = "--iterations 2 --dataset-size 40 --width 32 --layers 1 --critic-updates 2 --actor-updates 2 --eval-episodes 4"
 
@@ -75,11 +81,11 @@ def run_row(args: Args, row: str, seed: int) -> Path:
     folder = args.runs / group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
     if run := finished(folder):
         return run
-    command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder), *ROWS[row]]
-    if "REINFORCE" in row or "from BC" in row:
+    command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder)]
+    command += [*options.split(), *ROWS[row]]  # what makes a row comes last: options do not undo it
+    if row in FROM_BC:
         checkpoints = run_row(args, "BC", seed) / "checkpoints"
         command += ["--actor", str(max(checkpoints.iterdir()) / "actor")]
-    command += options.split()
     if begun := sorted(folder.glob("*/checkpoints/*[0-9]")):
         command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent.parent)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -113,12 +119,13 @@ def main(args: Args) -> str:
                 write_lines(args.known, known)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        for is_bc in (True, False):  # BC first, as others start from it
-            try:
-                list(pool.map(run_and_keep, [cell for cell in missing if (cell[0] == "BC") == is_bc]))
-            except RuntimeError as error:
-                pool.shutdown(cancel_futures=True)
-                stop(str(error))
+        try:  # BC first, and once for a seed: others start from it
+            begun = {("BC", seed) for row, seed in missing if row in FROM_BC}
+            list(pool.map(lambda cell: run_row(args, *cell), sorted(begun)))
+            list(pool.map(run_and_keep, missing))
+        except RuntimeError as error:
+            pool.shutdown(cancel_futures=True)
+            stop(str(error))
 
     lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
     for row in rows:

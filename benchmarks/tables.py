@@ -79,7 +79,10 @@ def drawing(panels: dict[str, dict[str, list[tuple[int, float]]]], unit: str, to
             at = [(left + width * x / last, above + height * (1 - y / end)) for x, y in points]
             line, colour = " ".join(f"{x:.1f},{y:.1f}" for x, y in at), COLOURS[k % len(COLOURS)]
             shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            shapes.append(f'<text x="{left + 8}" y="{above + 16 + 14 * k}" fill="{colour}">{row}</text>')
-    size = f'width="{2 * (width + gap) + gap}" height="{gap + (len(panels) + 1) // 2 * (height + gap)}"'
+    below = gap + (len(panels) + 1) // 2 * (height + gap)
+    for k, row in enumerate(next(iter(panels.values()))):  # the same in all panels
+        at = f'x="{gap + 115 * k}" y="{below - 8}"'
+        shapes.append(f'<text {at} fill="{COLOURS[k % len(COLOURS)]}">{row}</text>')
+    size = f'width="{2 * (width + gap) + gap}" height="{below + 4}"'
     style = 'font-family="sans-serif" font-size="12"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *shapes, "</svg>\n"])

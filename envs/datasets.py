@@ -44,10 +44,14 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
     draws one for each dialogue: good players and bad ones. Raises ValueError for a mix that is neither.
     """
     shares = {}
+    if "/" in mix and "," in mix:
+        raise ValueError(f"{mix!r}: part the players by commas or by slashes, not by both")
     for part in mix.replace("/", ",").split(","):
         name, _, share = part.strip().partition("=")
         if name not in world.players:
             raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {', '.join(world.players)}")
+        if name in shares:
+            raise ValueError(f"{mix!r}: {name} stands in it twice")
         try:
             shares[name] = float(share or 1)
         except ValueError:
@@ -74,9 +78,10 @@ def read_dialogues(
 ) -> tuple[list[dict], list[str]]:
     """The dialogues of a file in any of the formats above, and a note on each kind of record that was left out.
 
-    Left out is what no world would write: a question without end or of more than `max_chars` characters, a history
-    of more than `max_history`. `append_only` says whether a reply in rollouts.jsonl adds to the observation before it
-    or takes its place. Raises ValueError with the number, from 0, and the field of a malformed record.
+    Left out is what no world would write: an action of several lines or of more than `max_chars` characters, a history
+    of more than `max_history`; of the authors' files also what has more than 20 turns, a line that is no question and
+    answer, or an answer that asks back. `append_only` says whether a reply in rollouts.jsonl adds to the observation
+    before it or takes its place. Raises ValueError with the number, from 0, and the field of a malformed record.
     """
     records, where = [], ""
     try:
@@ -150,7 +155,7 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
             raise ValueError('field "conversation": each must be text, "question? answer"')
         return from_lines(record["conversation"], record["done"], record["word"])
     check(record, {"lines": list, "correct": bool, "word": list})
-    if not all(isinstance(line, str) and "? " in line for line in record["lines"]):
+    if not all(isinstance(line, str) for line in record["lines"]):
         raise ValueError('field "lines": each must be text, "question? answer"')
     if not all(isinstance(name, str) and name for name in record["word"]):
         raise ValueError('field "word": each must be a name')
@@ -195,10 +200,10 @@ def from_lines(lines: list[str], success: bool, answer: str) -> tuple[dict | Non
         before, colon, after = question.partition(": ")
         if colon and re.search("question|ask", before.lower()):
             question = after
-        question = question.strip(' "') + "?"
+        question = re.sub(r"^\d+[.)] ", "", question.strip(' "')) + "?"
         if "?" in reply or question == "?" or ("\n" in said and "?" in said):
             return None, "an answer that asks back", 0
-        mended += question != f"{said}?"
+        mended += question != said.strip(' "\n') + "?"
         actions.append(question)
         observations.append(f"{observations[-1]}{question} {' '.join(reply.split())}\n")
     rewards = [-1.0] * (len(actions) - 1) + [success - 1.0]

@@ -125,7 +125,7 @@ def test_E6_is_the_loop(expectile):
         for twin in range(2):
             gap = q[n, twin].item() - v[n, twin].item()
             total += abs(expectile - (gap < 0)) * gap**2
-    assert offline.value_loss(v, q, expectile).item() == pytest.approx(total / 7, rel=1e-6)  # the share is a float32
+    assert offline.value_loss(v, q, expectile).item() == pytest.approx(total / 7, rel=1e-12)
 
 
 def test_E6_at_one_half_is_half_the_square_error():
@@ -319,14 +319,10 @@ class Table(torch.nn.Module):
         self.body = torch.nn.Module()
         self.body.device = torch.device("cpu")
 
-    def values_and_replies(self, trajectories, at, utterances, replies):
+    def forward(self, trajectories, at, utterances):
         states = [text for t in trajectories for text in t.observations]
         pairs = [f"{states[s]}|{text}" for s, text in zip(at, utterances, strict=True)]
-        lookup = [self.values[[self.index[text] for text in column]] for column in (states, pairs)]
-        return *lookup, torch.zeros(1, dtype=torch.float64)
-
-    def forward(self, trajectories, at, utterances):
-        return self.values_and_replies(trajectories, at, utterances, [])[:2]
+        return [self.values[[self.index[text] for text in column]] for column in (states, pairs)]
 
 
 REWARDS = {"x": 1.0, "y": 0.4, "z": -0.5}  # of the last of three turns; of the others less, see `tabular`
@@ -447,6 +443,7 @@ def finished(tmp_path_factory):
         {"truncation_is_terminal": False, "temperature": 0.7, "anneal_lr": False},
         {"dtype": "bfloat16"},
         {"env": "twenty-questions", "mix": "scripted"},
+        {"env": "mini-detective", "mix": "random", "actor_loss": "reinforce-bc", "dataset_size": 4, "temperature": 0.7},
         {"batch": 1, "dataset_size": 1},
         {"critic_updates": 0},
         {"max_weight": math.inf},
@@ -463,6 +460,10 @@ def test_every_switch_runs(tmp_path, changes):
     has_critic = changes.get("actor_loss") not in offline.IMITATION
     assert ("critic/q_loss" in rows[0]) == (has_critic and changes.get("critic_updates") != 0)
     assert ("eval/overestimation" in rows[-1]) == has_critic
+    turns = [turn for row in lines_of(run, "rollouts.jsonl") for turn in row["turns"]]
+    assert turns and all(("Q" in turn) == has_critic for turn in turns), "an untrained critic has nothing to say"
+    state = torch.load(next(run.glob("checkpoints/*/state.pt")), weights_only=True)
+    assert ("critic" in state["modules"]) == has_critic
 
 
 def test_the_default_run_logs_every_metric(finished):

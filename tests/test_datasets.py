@@ -93,13 +93,14 @@ def test_guess_my_city(tmp_path):
     said = [
         "Based on the information provided, my next question would be:\n\nIs it in Asia? No,\nit is not.",
         'Given this, I would like to ask: "Is it big? Yes.',
-        "Is it known for one thing: the river? Yes.",
+        "3. Is it known for one thing: the river? Yes.",
+        '"Is it old?  Yes.',
     ]
     (one,), notes = read(tmp_path, {"conversation": said, "done": False, "word": "lima,peru"})
-    assert one["actions"] == ["Is it in Asia?", "Is it big?", "Is it known for one thing: the river?"]
+    assert one["actions"] == ["Is it in Asia?", "Is it big?", "Is it known for one thing: the river?", "Is it old?"]
     assert one["observations"][1] == "Questions:\nIs it in Asia? No, it is not.\n"
-    assert (one["rewards"], one["terminated"], one["answer"]) == ([-1.0] * 3, False, "lima,peru")
-    assert len(notes) == 1 and "2 questions freed" in notes[0]
+    assert (one["rewards"], one["terminated"], one["answer"]) == ([-1.0] * 4, False, "lima,peru")
+    assert len(notes) == 1 and "3 questions freed" in notes[0], "a stray quote is not what is said before a question"
     (won,), _ = read(tmp_path, CITY)
     assert (won["rewards"], won["terminated"]) == ([-1.0, 0.0], True)
 
@@ -215,5 +216,19 @@ def test_the_real_data_of_guess_my_city():
     assert 850 < len(dialogues) < 950
     assert sum(int(note.split(": ")[1].split()[0]) for note in notes if "left out" in note) == 950 - len(dialogues)
     actions = [action for d in dialogues for action in d["actions"]]
-    assert not any("\n" in action or "question would be" in action for action in actions)
+    assert not any("\n" in action or "question would be" in action or action[0].isdigit() for action in actions)
     assert all(action.endswith("?") and len(action) <= 200 for action in actions)
+
+
+@pytest.mark.parametrize("mix", ["random=0.5/scripted=0.3,expert=0.2", "random=0.9/random=0.1"])
+def test_a_mix_that_says_two_things_is_refused(mix):
+    with pytest.raises(ValueError, match=r"not by both|stands in it twice"):
+        make_dialogues(envs.make("twenty-questions-subset"), 3, 0, mix)
+
+
+def test_one_line_that_is_no_question_costs_its_dialogue_only(tmp_path):
+    """In either of the authors' formats."""
+    good = {"lines": ["Is it alive? No.", "Is it a ball? Yes."], "correct": True, "word": ["ball"]}
+    odd = good | {"lines": ["Is it alive? No.", "It is a ball. Yes."]}
+    dialogues, notes = read(tmp_path, good, odd)
+    assert len(dialogues) == 1 and "1 of 2 dialogues left out: a line that is no question" in notes[0]

@@ -1,9 +1,11 @@
 """benchmarks/table1.py: every row runs, runs once, and lands in the document."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,27 @@ def test_an_interval_and_a_place_in_a_page(tmp_path, capfd):
         with pytest.raises(SystemExit):
             tables.check(seeds, jobs, page, *marks)
         assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_bc_run_that_others_start_from_is_made_once(tmp_path, monkeypatch):
+    """Also where BC itself is known or not wanted; and no option undoes what makes a row."""
+    calls, lock = [], threading.Lock()
+
+    def fake(command, **_):
+        with lock:
+            calls.append(command)
+        run = Path(command[command.index("--runs") + 1]) / "run"
+        (run / "checkpoints/000001/actor").mkdir(parents=True)
+        for name, told in {"args.json": {"iterations": 1}, "metrics.jsonl": {"iteration": 1}}.items():
+            (run / name).write_text(json.dumps(told))
+        (run / "metrics.jsonl").write_text(json.dumps({"iteration": 1, "data/return": 0.0}))
+        (run / "summary.json").write_text(json.dumps({"commit": "abc"}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(table1.subprocess, "run", fake)
+    rows = ("IQL + REINFORCE", "IQL + REINFORCE + BC")
+    table1.main(table1.Args(rows=rows, seeds=2, runs=tmp_path / "runs", options="--actor gpt2 --actor-lr 1e-5"))
+    assert len(calls) == 6 and sum(command[-2:] == ["--actor-loss", "bc"] for command in calls) == 2
+    for command in calls[2:]:
+        parsed = dict(zip(command[2::2], command[3::2], strict=True))  # the last one counts
+        assert parsed["--actor-lr"] == "1e-3" and parsed["--actor"].endswith("checkpoints/000001/actor")
