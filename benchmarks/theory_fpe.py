@@ -16,9 +16,12 @@ here are E2 and E3; ours is the world. With g the discount of a level and f(x,pi
       A token's A has mean 0 given what is before it: in the mean square, the squares of the L errors add up, too.
   E3  mean square of the error of A over d^pi  <=  C G^2 Vmax^2 d / (l (N + 1))                  bound
       for N utterances, d cells in the table, l steps in an utterance (1, or L), and G the sum of g^t over all steps
-E3 follows from three steps. A cell of probability p is the mean of m ~ Binomial(N, p) targets in [0, Vmax], or 0 if
-m = 0; its mean square error times p is at most p Vmax^2 (E[1/4m; m>0] + P(m=0)) <= Vmax^2 / (N + 1). A regression's
-error reaches earlier steps discounted, and |g*e|_2 <= |g|_1 |e|_2 (Young). From the data's norm to d^pi's costs C.
+Vmax is the value of a reward of 1 in every turn. E3: an utterance of the data falls with probability p into a cell, m ~
+Binomial(N, p) of them. As it has l steps, the p of all cells add up to l, and a cell's share of the data is p / l. The
+cell's fit is 0 if m = 0, else the mean of m targets in [0, Vmax]. These are independent given the later fits, because a
+state knows its step, so that no two regressions share a transition. Hence p times its mean square error is at most
+p Vmax^2 (E[1/4m; m>0] + P(m=0)) <= Vmax^2 / (N + 1). A regression's error reaches earlier steps discounted, and
+|g*e|_2 <= |g|_1 |e|_2 (Young). From the data's norm to d^pi's costs C; to take f(x,pi) off is a projection, free.
 Our setting is narrower than the theorem's:
   D1  Complete tables instead of any complete class: regressions are exact, and d stands where log|F| would.
   D2  H turns, and a state knows its turn: FPE is done after as many regressions as steps (H, or H L).
