@@ -5,7 +5,7 @@
 # ///
 """LOOP: PPO with a leave-one-out baseline for agents that act over many turns, in one file.
 
-    python loop_ppo.py --env apps                   # 7 minutes on 2 CPU cores: solves 0.29 -> 0.81 of new tasks
+    python loop_ppo.py --env apps                   # 5 minutes on 2 CPU cores: solves 0.28 -> 0.83 of new tasks
     python loop_ppo.py --level trajectory        python loop_ppo.py --variant grpo
     python loop_ppo.py --resume runs/...            # a 32B model in AppWorld, the paper's setting: docs/loop_ppo.md
 
