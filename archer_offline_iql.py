@@ -111,9 +111,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
     eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = (
-        314  # sampled dialogues of an evaluation, in whole passes; fewer than tasks: the first; 0: one pass
-    )
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes; fewer than tasks: of the first
     save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
 
 

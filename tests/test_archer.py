@@ -1163,7 +1163,6 @@ BROKEN = {
     "lines are text": ({"lines": "Is it? No.", "correct": True, "word": ["pen"]}, "lines"),
     "no line": ({"lines": [], "correct": True, "word": ["pen"]}, "lines"),
     "a number for a line": ({"lines": [5], "correct": True, "word": ["pen"]}, "lines"),
-    "a line without an answer": ({"lines": ["Is it alive"], "correct": True, "word": ["pen"]}, "lines"),
     "no correct": ({"lines": ["Is it? No."], "word": ["pen"]}, "correct"),
     "correct is text": ({"lines": ["Is it? No."], "correct": "yes", "word": ["pen"]}, "correct"),
     "no word": ({"lines": ["Is it? No."], "correct": True}, "word"),
