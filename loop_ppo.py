@@ -27,6 +27,7 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
       exchanged for others (--exchanged 0): large models bring that along.
   D4  It learns on all difficulties (--max-difficulty 2): of a small model what is not trained on decays.
   D5  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
+  D6  E7, too, leaves out the rollouts that E2 leaves out (--min-advantage 0): the start model reads less.
 Switches to the authors' release: --lower-bound over (1/(1+eps) instead of 1-eps), --max-grad-norm 0.1, --clip 0.1.
 """
 
@@ -217,7 +218,7 @@ def frame(tokenizer) -> tuple[str, str, str]:
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     before, reply, behind = (re.split("<[012]>", text)[i] for i in (0, 2, 3))
     if not reply.startswith(end := tokenizer.eos_token):
-        stop(f"--model: a turn of its chat template ends with {reply[:20]!r}, not with its end token {end!r}; set that")
+        stop(f"--model: a turn of its chat template ends with {reply[:20]!r}, not with its end token {end!r}; mend one")
     return before, reply.removeprefix(tokenizer.eos_token), behind  # the end of turn is the model's own to write
 
 
@@ -599,7 +600,7 @@ def advantages_of_groups(played: list[Trajectory], normalise: bool) -> tuple[lis
         if t.fate == "ended" and t.turns:
             groups.setdefault(t.task, []).append(t)
     kept = [group for group in groups.values() if len(group) >= 2]
-    returns = [torch.tensor([sum(t.rewards) for t in g], dtype=torch.float64) for g in kept]  # float32: equals differ
+    returns = [torch.tensor([sum(t.rewards) for t in g], dtype=torch.float64) for g in kept]  # or equals differ
     advantage_N = torch.cat([(normalised if normalise else leave_one_out)(r) for r in returns] or [torch.zeros(0)])
     equal = [float(r.max() - r.min() < 1e-6) for r in returns]
     return [t for group in kept for t in group], advantage_N.float(), float(np.mean(equal or [1.0]))
@@ -625,7 +626,7 @@ def update(model, optimizer, played: list[Trajectory], advantage_N, args: Args, 
 
     with torch.no_grad():  # the first minibatch has its old log-probs from its own step: nothing will have moved yet
         old = logps_of(sorted(set(useful) - set(*minibatches[:1])), model)
-        start = logps_of(useful, start_model) if start_model is not None else {}
+        start = logps_of(useful, start_model) if start_model is not None else {}  # D6
 
     rows, diverged, gap = [], False, 0.0
     for step, chosen in enumerate(minibatches):
