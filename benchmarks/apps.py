@@ -2,8 +2,9 @@
 
     python benchmarks/apps.py [--turns 3000] [--worlds 96]
 
-One thread in this process; the code runs in another one, whose time is counted, too. CPU seconds are those of both,
-so that other work on the machine does not matter much; turns a second are those of the clock on the wall. Linux only.
+One thread in this process; the code runs in another one, whose time is counted, too. CPU seconds are those of
+both, so that other work on the machine does not matter much; turns a second are those of the clock on the
+wall. Linux only.
 """
 
 import argparse
@@ -88,7 +89,10 @@ def main() -> None:
         one.step("x = [i for i in range(1000)]")
     sizes = [memory(one.sandbox.pid) for one in worlds]
     base = memory(worlds[0].sandbox.zygote.process.pid)
-    print(f"memory of {args.worlds} processes: {sum(sizes):.0f} MB, {max(sizes):.1f} each, besides {base:.1f} once")
+    print(
+        f"memory of {args.worlds} processes: {sum(sizes):.0f} MB, {max(sizes):.1f} each, besides "
+        f"{base:.1f} once"
+    )
     for one in [world, *worlds]:
         one.close()
 

@@ -2,8 +2,8 @@
 
     APPWORLD=venv-appworld/bin/appworld APPWORLD_ROOT=FOLDER python benchmarks/appworld.py [--episodes 48]
 
-FOLDER has the data of AppWorld, or what tests/appworld_data.py makes. CPU seconds are those of the server, for the
-figures of the clock on the wall depend on what else the machine does. Linux only.
+FOLDER has the data of AppWorld, or what tests/appworld_data.py makes. CPU seconds are those of the server,
+for the figures of the clock on the wall depend on what else the machine does. Linux only.
 """
 
 import argparse
@@ -40,7 +40,10 @@ def main() -> None:
     began = time.perf_counter()
     world.reset(options={"index": 0})
     cpu, start_memory = server_figures(world)
-    print(f"first reset: {cpu:.1f} CPU s, {time.perf_counter() - began:.1f} s on the wall, {start_memory:.0f} MB")
+    print(
+        f"first reset: {cpu:.1f} CPU s, {time.perf_counter() - began:.1f} s on the wall, "
+        f"{start_memory:.0f} MB"
+    )
 
     figures = {"reset": [], "turn that prints a profile": [], "solution, grading": []}
 

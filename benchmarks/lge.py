@@ -1,18 +1,19 @@
-"""Table 3 of LGE: what the guide is worth to an explorer of ScienceWorld, by task, for some seeds and equal steps.
+"""Table 3 of LGE: what the guide is worth to an explorer of ScienceWorld, by task,
+for some seeds and equal steps.
 
-    python benchmarks/lge.py                                   # a night and more; goes on where it was stopped
-    python benchmarks/lge.py --jobs 2                          # two runs at a time: 96 runs took 13.5 hours in sum
-    python benchmarks/lge.py --tasks T12 --seeds 3             # one task
-    python benchmarks/lge.py --quick                           # minutes, and its figures mean nothing
-    python benchmarks/lge.py --out docs/lge_drrn.md            # puts the table between the file's two marks
-    python benchmarks/lge.py --known docs/lge_cells.jsonl      # what has been run elsewhere is not run again
+    python benchmarks/lge.py                                   # a night and more; goes on if stopped
+    python benchmarks/lge.py --jobs 2                      # two runs at a time: 96 took 13.5 hours in sum
+    python benchmarks/lge.py --tasks T12 --seeds 3         # one task
+    python benchmarks/lge.py --quick                       # minutes, and its figures mean nothing
+    python benchmarks/lge.py --out docs/lge_drrn.md        # puts the table between the file's two marks
+    python benchmarks/lge.py --known docs/lge_cells.jsonl  # what has been run elsewhere is not run again
 
-Every cell is one run of lge_drrn.py in a folder of its own below --runs. One that has ended is not run again, one that
-was killed goes on from its last checkpoint. The guide is trained before, by guide_simcse.py. Printed is the score in
-percent on variations of the test split, the mean of the last tenth of the evaluations as in the paper, then over the
-seeds, with the half width of its 95 % interval (Student's t). --split dev is there to choose settings by; training is
-the play from which the explorer learns, in the last tenth of its steps. curves.csv has every evaluation of every run,
-curves.svg its mean over the seeds against the steps.
+Every cell is one run of lge_drrn.py in a folder of its own below --runs. One that has ended is not run again,
+one that was killed goes on from its last checkpoint. The guide is trained before, by guide_simcse.py. Printed
+is the score in percent on variations of the test split, the mean of the last tenth of the evaluations as in
+the paper, then over the seeds, with the half width of its 95 % interval (Student's t). --split dev is there
+to choose settings by; training is the play from which the explorer learns, in the last tenth of its steps.
+curves.csv has every evaluation of every run, curves.svg its mean over the seeds against the steps.
 """
 
 import csv
@@ -31,6 +32,9 @@ from urllib.parse import quote
 import tyro
 from tables import check, drawing, insert, interval, read_lines, stop, write_lines
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from envs.scienceworld import TASKS as NAMES
+
 SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
 ROWS = {
     "random": ["--explorer", "random", "--guide", "none"],
@@ -39,12 +43,22 @@ ROWS = {
     "LGE fixed": ["--epsilon-schedule", "fixed"],
     "LGE increasing": ["--epsilon-schedule", "increasing"],
 }
-# Golchha et al. 2024, Table 3, in percent: DRRN and the better LGE after 100,000 steps of 8 worlds; two we do not know.
-PAPER = {"T11": (19, 39), "T12": (26, 56), "T14": (19, 67), "T20": (48, 89), "T22": (47, 64), "T25": (13, 25)}
+# Golchha et al. 2024, Table 3, in percent after 100,000 steps of 8 worlds: DRRN, LGE fixed, LGE increasing.
+PAPER = {
+    "T0": (3, 2, 4), "T1": (3, 3, 2), "T2": (1, 0, 0), "T3": (4, 3, 2),
+    "T4": (8, 8, 8), "T5": (6, 7, 6), "T6": (10, 11, 8), "T7": (13, 13, 13),
+    "T8": (10, 10, 8), "T9": (7, 6, 6), "T10": (20, 29, 23), "T11": (19, 19, 39),
+    "T12": (26, 56, 18), "T13": (56, 60, 55), "T14": (19, 67, 19), "T15": (16, 17, 18),
+    "T16": (9, 9.4, 10), "T17": (20, 25, 21), "T18": (29, 27, 30), "T19": (11, 11, 11),
+    "T20": (48, 89, 55), "T21": (31, 32, 33), "T22": (47, 46, 64), "T23": (10, 18, 17),
+    "T24": (9, 5, 16), "T25": (13, 25, 24), "T26": (13, 24, 25), "T27": (13, 21, 21),
+    "T28": (19, 22, 19), "T29": (17, 16, 17),
+}  # fmt: skip
 TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # those where the paper's gain is large
 START, END = "<!-- table3 -->", "<!-- /table3 -->"
 QUICK = (
-    "--steps 8 --worlds 2 --step-limit 4 --eval-every 4 --log-every 4 --eval-episodes 2 --vocabulary-steps 2 --batch 4"
+    "--steps 8 --worlds 2 --step-limit 4 --eval-every 4 --log-every 4 --eval-episodes 2 "
+    "--vocabulary-steps 2 --batch 4"
 )
 
 
@@ -58,13 +72,23 @@ class Args:
     options: str = ""  # for every run, as one text: "--steps 100000 --eval-every 1000"
     split: Literal["test", "dev", "training"] = "test"  # whose score is printed
     runs: Path = Path("runs/lge")  # folder of the runs
-    known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
+    known: Path | None = None  # file of cells, a line each: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # one task, one seed, eight steps, to see that all works
 
 
+def number_of(task: str) -> str:
+    """The paper's number of a task that is given by number or by name.
+
+    >>> number_of("T12"), number_of("find-living-thing")
+    ('T12', 'T12')
+    """
+    return task if task in PAPER else f"T{NAMES.index(task)}"
+
+
 def finished(folder: Path) -> Path | None:
-    """The folder of the run in it that has done all its steps; one that was interrupted has a summary, too."""
+    """The folder of the run in it that has done all its steps; one that was interrupted has a summary,
+    too."""
     for path in sorted(folder.glob("*/summary.json")):
         steps = json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["steps"]
         if json.loads(path.read_text(encoding="utf-8"))["steps"] == steps:
@@ -73,7 +97,8 @@ def finished(folder: Path) -> Path | None:
 
 
 def group_of(args: Args, guide: str, row: str = "") -> str:
-    """Other options or, where the row has one, another guide are other runs: the name of the folder that holds them."""
+    """Other options or, where the row has one, another guide are other runs:
+    the name of the folder that holds them."""
     options = quote((QUICK if args.quick else args.options).strip(), safe="=") or "default"
     has_guide = guide != "none" and "none" not in ROWS.get(row, [])
     return f"{options}__{Path(guide).resolve().parent.name}" if has_guide else options
@@ -87,11 +112,13 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
         return run
     command = [sys.executable, str(SCRIPT), "--task", task, "--seed", str(seed), "--guide", guide]
     command += ["--runs", str(folder), *ROWS[row], *options.split()]
-    if begun := sorted(folder.glob("*/checkpoints/*[0-9]")):
-        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent.parent)]
+    if begun := sorted(folder.glob("*/checkpoint.pt")):
+        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"{task}, {row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise RuntimeError(
+            f"{task}, {row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
+        )
     if not (run := finished(folder)):  # Ctrl-C goes to the whole group of processes
         raise RuntimeError(f"{task}, {row}, seed {seed}: stopped; the same command goes on")
     print(f"{task}, {row}, seed {seed}: done", file=sys.stderr)
@@ -101,7 +128,11 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
 def outcome(run: Path) -> dict:
     """What a run came to: its summary, and as curves (step, score) of all its evaluations and of training."""
     rows, curves = read_lines(run / "metrics.jsonl"), {}
-    for name, tag in {"dev": "eval/dev_score", "test": "eval/test_score", "training": "rollout/score"}.items():
+    for name, tag in {
+        "dev": "eval/dev_score",
+        "test": "eval/test_score",
+        "training": "rollout/score",
+    }.items():
         curves[name] = [(row["iteration"], round(row[tag], 2)) for row in rows if tag in row]
     return {"summary": json.loads((run / "summary.json").read_text(encoding="utf-8")), "curves": curves}
 
@@ -111,7 +142,9 @@ def main(args: Args) -> str:
     check(args.seeds, args.jobs, args.out, START, END)
     if unknown := [row for row in args.methods if row not in ROWS]:
         stop(f"--methods {unknown[0]}: no such method; known: {', '.join(ROWS)}")
-    found = sorted(Path("runs").glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime)
+    found = sorted(
+        Path("runs").glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime
+    )
     if args.guide == "auto" and not found and not args.quick:
         stop("--guide auto: no guide in runs/; train one with guide_simcse.py")
     guide = args.guide if args.guide != "auto" else str(found[-1]) if found else "none"
@@ -119,14 +152,25 @@ def main(args: Args) -> str:
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
     # --- the cells: those known, and those to run
-    known, lock, groups = read_lines(args.known), threading.Lock(), {row: group_of(args, guide, row) for row in ROWS}
-    outcomes = {(r["task"], r["method"], r["seed"]): r for r in known if r["group"] == groups.get(r["method"])}
+    known, lock, groups = (
+        read_lines(args.known),
+        threading.Lock(),
+        {row: group_of(args, guide, row) for row in ROWS},
+    )
+    outcomes = {
+        (r["task"], r["method"], r["seed"]): r for r in known if r["group"] == groups.get(r["method"])
+    }
     cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
 
     def run_and_keep(cell: tuple[str, str, int]) -> None:
         ended = outcome(run_cell(args, guide, *cell))
         with lock:
-            outcomes[cell] = {"group": groups[cell[1]], "task": cell[0], "method": cell[1], "seed": cell[2]} | ended
+            outcomes[cell] = {
+                "group": groups[cell[1]],
+                "task": cell[0],
+                "method": cell[1],
+                "seed": cell[2],
+            } | ended
             known.append(outcomes[cell])
             if args.known:
                 write_lines(args.known, known)
@@ -162,16 +206,19 @@ def main(args: Args) -> str:
             return statistics.fmean(score for _, score in points[-max(1, len(points) // 10) :])
         return outcomes[task, row, seed]["summary"][f"eval_{args.split}_score"]
 
-    lines = [
-        f"| task | {' | '.join(args.methods)} | paper: DRRN | LGE |",
-        "| --- |" + " ---: |" * (len(args.methods) + 2),
-    ]
+    columns = [*args.methods, "paper: DRRN", "fixed", "increasing"]
+    lines = [f"| task | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for task in tasks:
         cells = [interval([score(task, row, seed) for seed in seeds]) for row in args.methods]
-        lines.append(f"| {task} | {' | '.join(map(str, [*cells, *PAPER.get(task, ('', ''))]))} |")
+        cells += [f"{figure:.0f}" for figure in PAPER[number_of(task)]]
+        lines.append(f"| {task} | {' | '.join(cells)} |")
     if len(tasks) > 1:
-        means = [interval([statistics.fmean(score(t, row, s) for t in tasks) for s in seeds]) for row in args.methods]
-        lines.append(f"| mean | {' | '.join(means)} | | |")
+        by_seed = {
+            row: [statistics.fmean(score(t, row, s) for t in tasks) for s in seeds] for row in args.methods
+        }
+        paper = zip(*(PAPER[number_of(task)] for task in tasks), strict=True)
+        means = [*map(interval, by_seed.values()), *(f"{statistics.fmean(column):.1f}" for column in paper)]
+        lines.append(f"| mean | {' | '.join(means)} |")
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds, {args.split} score; curves in {folder}\n{table}")
     if args.out:

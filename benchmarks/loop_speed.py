@@ -1,13 +1,14 @@
-"""How fast loop_ppo.py is: tokens per second of its rollouts and updates, and what the cache across turns saves.
+"""How fast loop_ppo.py is: tokens per second of its rollouts and updates,
+and what the cache across turns saves.
 
-    python benchmarks/loop_speed.py            # a table; CPU seconds of this process on one thread, best of --repeats
+    python benchmarks/loop_speed.py    # a table; CPU seconds on one thread, best of --repeats
 
-The work is that of a usual comparison: 8 prompts of 128 tokens, 6 completions of 64 tokens each in one turn, then two
-epochs of two minibatches. Rollouts are counted in tokens written, updates in tokens read, prompts and both epochs
-included. "plain" is the same work as one writes it down at first, in this file, measured in turn with ours. Over many
-turns, 12 rollouts write 16 tokens a turn and read as many; "read again" is the same without a cache kept: each turn
-begins with a pass over all that was written before. That pass is added to the time of ours, in which replies are read,
-too: some hundredths too much.
+The work is that of a usual comparison: 8 prompts of 128 tokens, 6 completions of 64 tokens each in one turn,
+then two epochs of two minibatches. Rollouts are counted in tokens written, updates in tokens read, prompts
+and both epochs included. "plain" is the same work as one writes it down at first, in this file, measured in
+turn with ours. Over many turns, 12 rollouts write 16 tokens a turn and read as many; "read again" is the same
+without a cache kept: each turn begins with a pass over all that was written before. That pass is added to the
+time of ours, in which replies are read, too: some hundredths too much.
 """
 
 import sys
@@ -27,7 +28,10 @@ import loop_ppo
 
 @dataclass
 class Args:
-    widths: tuple[int, ...] = (128, 320)  # of a Llama of 4 layers: 0.9M and 5M parameters besides the vocabulary
+    widths: tuple[int, ...] = (
+        128,
+        320,
+    )  # of a Llama of 4 layers: 0.9M and 5M parameters, vocabulary apart
     vocabularies: tuple[int, ...] = (2048, 16384)  # their sizes
     turns: tuple[int, ...] = (10, 40)  # of the rollouts over many turns
     repeats: int = 3  # the best of so many is shown, after one that is not
@@ -63,7 +67,8 @@ class World:
     def step(self, action):
         self.turn += 1
         self.observation += action + self.say(self.read)
-        return self.observation, float(self.rng.random()), self.turn == self.turns, False, {"action": action}
+        info = {"action": action, "result": {"success": False}}
+        return self.observation, float(self.rng.random()), self.turn == self.turns, False, info
 
 
 def make_model(width: int, vocabulary: int):
@@ -93,9 +98,16 @@ def cpu_seconds(part, repeats: int) -> float:
 @torch.no_grad()
 def plain_rollout(model, prompts: list[list[int]], written: int):
     """Each prompt read for each of its rollouts, then a token at a time; ids and log-probs [48, ...]."""
-    ids, cache, all_ids, logps = torch.tensor(prompts), transformers.DynamicCache(), [torch.tensor(prompts)], []
+    ids, cache, all_ids, logps = (
+        torch.tensor(prompts),
+        transformers.DynamicCache(),
+        [torch.tensor(prompts)],
+        [],
+    )
     for _ in range(written):
-        hidden = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        hidden = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state[
+            :, -1
+        ]
         logp = model.get_output_embeddings()(hidden).log_softmax(-1)
         ids = torch.multinomial(logp.exp(), 1)
         all_ids.append(ids)
@@ -104,7 +116,7 @@ def plain_rollout(model, prompts: list[list[int]], written: int):
 
 
 def plain_update(model, optimizer, ids, old_logp, advantages, minibatch: int) -> None:
-    """Two epochs with the logits of all tokens; the sampler's log-probs are the old ones, so that a pass is saved."""
+    """Two epochs with the logits of all tokens; the sampler's log-probs are the old ones: a pass less."""
     for _ in range(2):
         for rows in torch.randperm(len(ids)).split(minibatch):
             logits = model(input_ids=ids[rows]).logits[:, :-1]
@@ -118,7 +130,9 @@ def plain_update(model, optimizer, ids, old_logp, advantages, minibatch: int) ->
 
 def play(model, tasks: list[int], turns: int, prompt: int, written: int, read: int):
     """Rollouts in which every turn is cut after `written` tokens."""
-    args = loop_ppo.Args(max_action_tokens=written, context=prompt + turns * (written + read + 1) + 1, world_threads=1)
+    args = loop_ppo.Args(
+        max_action_tokens=written, context=prompt + turns * (written + read + 1) + 1, world_threads=1
+    )
     worlds = [World(prompt, turns, read, model.config.vocab_size) for _ in tasks]
     generator = torch.Generator().manual_seed(0)
     return loop_ppo.rollout(model, worlds, tasks, list(range(len(tasks))), args, generator)
@@ -128,7 +142,8 @@ def play(model, tasks: list[int], turns: int, prompt: int, written: int, read: i
 def read_again(model, played) -> None:
     """What a rollout without a cache across turns reads more: at each turn all that stands before it."""
     for turn in range(1, len(played[0].turns)):
-        loop_ppo.Memory(model, [t.ids[: t.turns[turn][0]] for t in played], [1] * len(played))
+        so_far = [loop_ppo.Trajectory(t.task, ids=t.ids[: t.turns[turn].start]) for t in played]
+        loop_ppo.Memory(model, so_far)
 
 
 def main(args: Args) -> None:
@@ -142,13 +157,13 @@ def main(args: Args) -> None:
             played = play(model, tasks, 1, 128, 64, 0)
             tokens = sum(len(t.logps) for t in played)
             rollout = cpu_seconds(partial(play, model, tasks, 1, 128, 64, 0), args.repeats)
-            options = loop_ppo.Args(minibatch=24, micro_batch=24, epochs=2, min_advantage=0.0)
+            options = loop_ppo.Args(minibatch=24, micro_batch=24, epochs=2, min_advantage=0.0, rollouts=6)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-            learned, advantage_N, _ = loop_ppo.advantages_of_groups(played, normalise=False)
-            step = (model, optimizer, learned, advantage_N, options)
+            advantages = loop_ppo.advantages_of_groups(played, options)
+            step = (model, optimizer, advantages, options)
             update = cpu_seconds(partial(loop_ppo.update, *step, np.random.default_rng(0)), args.repeats)
             size = sum(p.numel() for p in model.parameters()) / 1e6
-            seen = options.epochs * sum(len(t.ids) for t in learned)
+            seen = options.epochs * sum(len(t.ids) for t in advantages)
             prompts = [t.ids[:128] for t in played]
             plain = 48 * 64 / cpu_seconds(partial(plain_rollout, model, prompts, 64), args.repeats)
             plain_step = (model, optimizer, *plain_rollout(model, prompts, 64), torch.randn(48), 24)

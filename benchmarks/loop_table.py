@@ -6,16 +6,16 @@
     python benchmarks/loop_table.py --known cells.jsonl        # what has been run elsewhere is not run again
     python benchmarks/loop_table.py --curves curves.svg        # draws, too, how it came to that
 
-Every cell is one run of loop_ppo.py in a folder of its own below --runs. All rows of a seed go on from one warm start,
-which is the same to the bit as if each had made its own. A cell that has ended is not run again, one that was killed
-goes on from its last checkpoint. Printed is the mean over the seeds at the end of training, at temperature 1, with the
-half width of its 95 % interval (Student's t): task goal completion (TGC) and scenario goal completion (SGC) of both
-test splits, in percent. The paper's figures (Table 1) are of a 32B model in AppWorld: compare orders, not sizes.
+Every cell is one run of loop_ppo.py in a folder of its own below --runs, from the checkpoint that the script
+takes. A cell that has ended is not run again, one that was killed goes on from its last save. The first row
+is that checkpoint, by a run of no iterations.
+Printed is the mean over the seeds at the end of training, at temperature 1, with the half width of its 95 %
+interval (Student's t): task goal completion (TGC) and scenario goal completion (SGC) of both test splits, in
+percent. The paper's figures (Table 1) are of a 32B model in AppWorld: compare orders, not sizes.
 """
 
 import json
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,22 +30,21 @@ from tables import check, drawing, insert, interval, read_lines, stop, write_lin
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
-    "RLOO": ("--variant rloo --level token", (57.2, 35.7, 36.7, 17.4)),
-    "GRPO": ("--variant grpo --level token", (58.0, 36.8, 39.5, 22.4)),
-    "LOOP (bandit)": ("--variant loop --level trajectory", (53.3, 33.6, 27.7, 13.0)),
-    "LOOP (turn)": ("--variant loop --level turn", (64.1, 43.5, 40.8, 26.5)),
-    "LOOP (token)": ("--variant loop --level token", (71.3, 53.6, 45.7, 26.6)),
-    "LOOP RwNorm (token)": ("--variant loop-rwnorm --level token", None),
+    "RLOO": ("--epochs 1 --minibatch 0", (57.2, 35.7, 36.7, 17.4)),
+    "GRPO": ("--epochs 1 --minibatch 0 --normalise --kl 0.04", (58.0, 36.8, 39.5, 22.4)),
+    "LOOP (bandit)": ("--level trajectory", (53.3, 33.6, 27.7, 13.0)),
+    "LOOP (turn)": ("--level turn", (64.1, 43.5, 40.8, 26.5)),
+    "LOOP (token)": ("--level token", (71.3, 53.6, 45.7, 26.6)),
+    "LOOP RwNorm (token)": ("--normalise", None),
 }
 COLUMNS = {"normal TGC": "test_normal_success", "SGC": "test_normal_scenarios"}
 COLUMNS |= {"challenge TGC": "test_challenge_success", "SGC ": "test_challenge_scenarios"}
-CURVES = {"rollout/success": "solved in training", "update/filtered": "groups of equal returns"}
-CURVES |= {"update/clipped": "tokens that the clip leaves out", "rollout/no_op": "rollouts that do nothing"}
+CURVES = {"rollout/success": "solved in training", "update/filtered": "rollouts left out"}
+CURVES |= {"update/clipped": "tokens that the clip leaves out", "habit/no_op": "rollouts that do nothing"}
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training
 O1 = (61.9, 41.1, 36.7, 19.4)  # what it compares with
 START, END = "<!-- table -->", "<!-- /table -->"
-QUICK = "--drills 16 --demonstrations 40 --warm-start-epochs 1 --width 32 --layers 1 --tasks 2"
-QUICK += " --rollouts 3 --eval-episodes 3 --max-action-tokens 6"
+QUICK = "--tasks 2 --rollouts 3 --worlds 6 --eval-episodes 3 --max-action-tokens 6"
 
 
 @dataclass
@@ -56,7 +55,9 @@ class Args:
     iterations: int = 80  # of every run
     options: str = ""  # for every run, in one piece: --options="--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
-    known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
+    known: Path | None = (
+        None  # file of cells, a line each; those in it are not run, and those that are run join it
+    )
     out: Path | None = None  # file that gets the table between its two marks
     curves: Path | None = (
         None  # file that gets an SVG: CURVES by iterations, means over the seeds whose cells have them
@@ -72,49 +73,54 @@ def run(what: str, *options) -> None:
         raise RuntimeError(f"{what}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
+def options_of(args: Args) -> list[str]:
+    """The options of every run."""
+    return f"{QUICK if args.quick else ''} {args.options}".split()
+
+
 def group(args: Args) -> Path:
     """The folder of all runs with these options: other options, other runs."""
-    about = f"{args.env} {QUICK if args.quick else args.options}".strip()
+    about = f"{args.env} {' '.join(options_of(args))}".strip()
     return args.runs / quote(about, safe="=")
 
 
-def warm_start(args: Args, seed: int) -> Path:
-    """The run of no iterations from which all rows of this seed go on; made unless it is there."""
-    folder = group(args) / f"start_{seed}"
+def warm_start(args: Args) -> dict:
+    """The checkpoint's own figures on the test splits, by a run of no iterations; made unless it is there."""
+    folder = group(args) / "start"
     if not list(folder.glob("*/summary.json")):
-        options = (QUICK if args.quick else args.options).split()
-        # The checkpoint of grpo has what the others need, and the start model besides.
-        options += ["--variant", "grpo", "--iterations", "0", "--seed", seed, "--runs", folder]
-        run(f"warm start, seed {seed}", "--env", args.env, *options)
-    return sorted(folder.glob("*/summary.json"))[0].parent
+        run("warm start", "--env", args.env, *options_of(args), "--iterations", "0", "--runs", folder)
+    summary = json.loads(sorted(folder.glob("*/summary.json"))[0].read_text(encoding="utf-8"))
+    keys = [key for key in summary if key.startswith("test_")]
+    return {re.sub("^(test_[a-z]+_)", r"\1warm_start_", key): summary[key] for key in keys}
 
 
 def folder_of(args: Args, row: str, seed: int) -> Path:
-    """The folder of a cell's run."""
+    """The folder that a cell's run is made in."""
     return group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
 
 
-def run_cell(args: Args, row: str, seed: int, start: Path) -> dict:
+def run_cell(args: Args, row: str, seed: int) -> dict:
     """Runs one cell, or what is missing of it, and returns its summary."""
     folder, iterations = folder_of(args, row, seed), 1 if args.quick else args.iterations
-    if not folder.exists():
-        copy = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(start, copy)
-        (copy / "summary.json").unlink()
-        copy.replace(folder)
-    summary = folder / "summary.json"
 
-    def has_ended() -> bool:  # one that was interrupted has a summary, too
-        rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return summary.exists() and bool(rows) and json.loads(rows[-1])["iteration"] == iterations
+    def finished() -> dict | None:  # a run that was interrupted has a summary, too
+        for path in folder.glob("*/summary.json"):
+            rows = read_lines(path.with_name("metrics.jsonl"))
+            if rows and rows[-1]["iteration"] == iterations:
+                return json.loads(path.read_text(encoding="utf-8"))
 
-    if not has_ended():
-        summary.unlink(missing_ok=True)  # of an interruption: not that of the run to come
-        run(f"{row}, seed {seed}", "--resume", folder, "--iterations", iterations, *ROWS[row][0].split())
-    if not has_ended():  # Ctrl-C goes to the whole group of processes
+    if not finished():
+        for path in folder.glob("*/summary.json"):
+            path.unlink()  # of an interruption: not that of the run to come
+        begun = sorted(folder.glob("*/checkpoint.pt"))
+        options = (
+            ["--resume", begun[-1].parent] if begun else ["--env", args.env, "--seed", seed, "--runs", folder]
+        )
+        options += [*options_of(args), "--iterations", iterations, *ROWS[row][0].split()]
+        run(f"{row}, seed {seed}", *options)
+    if not finished():  # Ctrl-C goes to the whole group of processes
         raise RuntimeError(f"{row}, seed {seed}: stopped; the same command goes on")
-    return json.loads(summary.read_text(encoding="utf-8"))
+    return finished()
 
 
 def main(args: Args) -> str:
@@ -128,9 +134,10 @@ def main(args: Args) -> str:
     missing = [cell for cell in cells if cell not in found]
 
     def run_and_keep(cell: tuple[str, int]) -> None:
-        summary = run_cell(args, *cell, starts[cell[1]])
-        logged = read_lines(folder_of(args, *cell) / "metrics.jsonl")
-        curves = {tag: [round(100 * row[tag], 1) for row in logged] for tag in CURVES}
+        summary = start | run_cell(args, *cell)
+        (path,) = folder_of(args, *cell).glob("*/summary.json")
+        logged = read_lines(path.with_name("metrics.jsonl"))
+        curves = {tag: [round(100 * row.get(tag, 0.0), 1) for row in logged] for tag in CURVES}
         with lock:
             found[cell] = about | {"method": cell[0], "seed": cell[1], "summary": summary, "curves": curves}
             known.append(found[cell])
@@ -139,8 +146,7 @@ def main(args: Args) -> str:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            begun = sorted({seed for _, seed in missing})
-            starts = dict(zip(begun, pool.map(lambda seed: warm_start(args, seed), begun), strict=True))
+            start = warm_start(args) if missing else {}
             list(pool.map(run_and_keep, missing))
         except RuntimeError as error:
             pool.shutdown(cancel_futures=True)
@@ -154,7 +160,10 @@ def main(args: Args) -> str:
         theirs = " / ".join(map(str, paper or ["not at hand"]))
         return f"| {row if not prefix else 'warm start'} | {' | '.join(ours)} | {theirs} |"
 
-    lines = [f"| method | {' | '.join(COLUMNS)} | paper, all four |", "| --- |" + " ---: |" * (len(COLUMNS) + 1)]
+    lines = [
+        f"| method | {' | '.join(COLUMNS)} | paper, all four |",
+        "| --- |" + " ---: |" * (len(COLUMNS) + 1),
+    ]
     lines += [line("LOOP (token)", "warm_start_", BASE)] + [line(row, "", ROWS[row][1]) for row in ROWS]
     lines.append(f"| o1, not trained |{' |' * len(COLUMNS)} {' / '.join(map(str, O1))} |")
     table = "\n".join(lines)
@@ -167,7 +176,8 @@ def main(args: Args) -> str:
 
         def mean(row: str, tag: str) -> list[tuple[int, float]]:
             by_seed = zip(
-                *(found[row, seed]["curves"][tag] for seed in seeds if "curves" in found[row, seed]), strict=True
+                *(found[row, seed]["curves"][tag] for seed in seeds if "curves" in found[row, seed]),
+                strict=True,
             )
             return [(iteration, statistics.fmean(same)) for iteration, same in enumerate(by_seed, 1)]
 

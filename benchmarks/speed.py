@@ -2,8 +2,8 @@
 
     python benchmarks/speed.py                 # a table; with --json one line
 
-Every part gets what a run gives it: dialogues of a briefly warm-started actor, in batches of the run's sizes; all
-arguments of archer.py hold. The rate of a part is that of the utterances that it plays, samples or learns from.
+Every part gets what a run gives it: dialogues of the checkpoint's actor, in batches of the run's sizes; all
+arguments of archer.py hold. A part's rate is that of the utterances that it plays, samples or learns from.
 """
 
 import copy
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,8 +27,6 @@ import envs
 
 @dataclass
 class Args(archer.Args):
-    demonstrations: int = 2000  # of a short warm start, not timed, that makes utterances as long as real ones are
-    warm_start_epochs: int = 1  # passes over them
     repeats: int = 5  # how often each part is timed, after once without
     json: bool = False  # one line of JSON instead of the table
 
@@ -49,35 +48,37 @@ def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
-    worlds = envs.VecTextEnv(args.env, args.rollouts)
-    append_only = worlds.envs[0].append_only
-
-    demonstrations = archer.read_demonstrations(args, worlds.envs[0])
-    texts = [t.observations[-1:] if append_only else t.observations for t in demonstrations[:3000]]
-    actor = archer.make_actor(args, args.actor, [text for part in texts for text in part])
-    archer.warm_start(actor, demonstrations, append_only, args, rng)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
+    source = args.actor or str(
+        Path(archer.__file__).parent / "checkpoints" / worlds.envs[0].demonstration_env
+    )
+    actor, actor.tokenizer = archer.load(transformers.AutoModelForCausalLM, source, args)
     baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
-    critic = archer.make_critic(args, args.critic, actor, append_only, 0.0)
+    critic = archer.Critic(copy.deepcopy(actor.base_model), actor.tokenizer, 0.0, args.dtype).to(args.device)
     start_actor, target = (copy.deepcopy(model).requires_grad_(False) for model in (actor, critic))
     # Learning rates of zero: every repetition does the same work.
-    actor_optimizer, critic_optimizer = (torch.optim.AdamW(model.parameters(), lr=0.0) for model in (actor, critic))
+    actor_optimizer, critic_optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=0.0) for model in (actor, critic)
+    )
 
     def play():
-        return archer.rollout(actor, worlds, args, generator, list(range(args.rollouts)))[0]
+        return archer.rollout(actor, worlds, args, generator, rng)[0]
 
-    def sample(batch):
-        return archer.fresh_utterances(actor, batch, append_only, args, generator)
+    def count(dialogues):
+        return sum(len(dialogue["actions"]) for dialogue in dialogues)
 
     played = play()
-    seen, acted = played[: args.critic_batch], played[: args.actor_batch]
-    ids, texts = sample(acted), [[archer.spoken(actor.tokenizer, x) for x in row] for row in sample(seen)]
-    critic_step = (critic, target, critic_optimizer, seen, texts, args)
-    actor_step = (actor, start_actor, critic, baseline, actor_optimizer, acted, ids, append_only, args)
+    acted, seen = played[: args.actor_batch], []
+    for dialogue in played[: args.critic_batch]:
+        ids = archer.fresh_utterances(actor, [dialogue], args, generator)
+        seen.append(dialogue | {"fresh": [archer.spoken(actor.tokenizer, part) for part in ids]})
+    critic_step = (critic, target, critic_optimizer, seen, args)
+    actor_step = (actor, start_actor, critic, baseline, actor_optimizer, acted, args, generator)
     parts = {
-        "rollout": lambda: sum(map(len, play())),
-        "sampling for the steps": lambda: sum(map(len, sample(acted))),
-        "critic step": lambda: archer.critic_update(*critic_step) and sum(map(len, seen)),
-        "actor step": lambda: archer.actor_update(*actor_step) and sum(map(len, acted)),
+        "rollout": lambda: count(play()),
+        "sampling for the steps": lambda: len(archer.fresh_utterances(actor, acted, args, generator)),
+        "critic step": lambda: archer.critic_update(*critic_step) and count(seen),
+        "actor step, sampling included": lambda: archer.actor_update(*actor_step) and count(acted),
     }
     results = {f"{name}, utterances/s": rate(part, args.repeats, args.device) for name, part in parts.items()}
     unit = 2 ** (20 if sys.platform == "darwin" else 10)

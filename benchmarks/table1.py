@@ -3,13 +3,14 @@
     python benchmarks/table1.py                                  # an hour; goes on where it was stopped
     python benchmarks/table1.py --quick                          # seconds, and its figures mean nothing
     python benchmarks/table1.py --out docs/archer_offline_iql.md # puts the table between the file's two marks
-    python benchmarks/table1.py --known docs/table1_cells.jsonl  # what has been run elsewhere is not run again
+    python benchmarks/table1.py --known docs/table1_cells.jsonl  # what was run elsewhere is not run again
 
-Every cell is one run of archer_offline_iql.py in a folder of its own below --runs; those that have ended are not run
-again. All rows learn from one dataset and differ in two switches only, but for REINFORCE: its actor starts as that of
-the BC row, for an untrained one says nothing that a critic of the data could judge, and learns at 1e-3. What that alone
-does shows a seventh row, which starts like it and learns like the first (--rows "IQL + AWR from BC"). Printed is the
-mean over the seeds at the end of training, with the half width of its 95 % interval (Student's t).
+Every cell is one run of archer_offline_iql.py in a folder of its own below --runs; those that have ended are
+not run again. All rows learn from one dataset and one checkpoint and differ in what ROWS says only, but for
+REINFORCE: its actor starts as that of the BC row, for one that has not seen the data says nothing that a
+critic of the data could judge, and learns at 1e-3. What that alone does shows a seventh row, which starts
+like it and learns like the first (--rows "IQL + AWR from BC"). Printed is the mean over the seeds at the end
+of training, with the half width of its 95 % interval (Student's t).
 """
 
 import json
@@ -27,13 +28,13 @@ from tables import check, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "archer_offline_iql.py"
 ROWS = {  # in the order of the paper's expectation, best first
-    "ArCHer: IQL + AWR": ["--critic", "iql", "--actor-loss", "awr"],
-    "SARSA + AWR": ["--critic", "sarsa", "--actor-loss", "awr"],
-    "IQL + REINFORCE + BC": ["--critic", "iql", "--actor-loss", "reinforce-bc", "--actor-lr", "1e-3"],
-    "Filtered BC": ["--actor-loss", "filtered-bc"],
-    "BC": ["--actor-loss", "bc"],
-    "IQL + REINFORCE": ["--critic", "iql", "--actor-loss", "reinforce", "--actor-lr", "1e-3"],
-    "IQL + AWR from BC": ["--critic", "iql", "--actor-loss", "awr", "--actor-lr", "1e-3"],  # not in the paper
+    "ArCHer: IQL + AWR": "--critic iql --actor-loss awr",
+    "SARSA + AWR": "--critic sarsa --actor-loss awr",
+    "IQL + REINFORCE + BC": "--critic iql --actor-loss reinforce --bc-weight 1 --actor-lr 1e-3",
+    "Filtered BC": "--actor-loss awr --beta 0 --critic-updates 0 --keep 0.1",
+    "BC": "--actor-loss awr --beta 0 --critic-updates 0",
+    "IQL + REINFORCE": "--critic iql --actor-loss reinforce --actor-lr 1e-3",
+    "IQL + AWR from BC": "--critic iql --actor-loss awr --actor-lr 1e-3",  # not in the paper
 }
 TABLE = tuple(ROWS)[:6]
 FROM_BC = ("IQL + REINFORCE + BC", "IQL + REINFORCE", "IQL + AWR from BC")  # their actor starts as that of BC
@@ -45,7 +46,9 @@ SHOWN |= {
     "data nll": "actor/data_nll",
 }
 START, END = "<!-- table1 -->", "<!-- /table1 -->"
-QUICK = "--iterations 2 --dataset-size 40 --width 32 --layers 1 --critic-updates 2 --actor-updates 2 --eval-episodes 4"
+# What these two log of a critic that has learned nothing is not shown.
+UNTRAINED = {(row, name) for row in ("Filtered BC", "BC") for name in ("effective", "overestimation")}
+QUICK = "--iterations 2 --dataset-size 40 --critic-updates 2 --actor-updates 2 --eval-episodes 4"
 
 
 @dataclass
@@ -56,41 +59,50 @@ class Args:
     jobs: int = 2  # runs at a time, one thread each
     options: str = ""  # for every run, in one piece: --options="--mix random=0.5,scripted=0.5"
     runs: Path = Path("runs/table1")  # folder of the runs
-    known: Path | None = None  # file of cells, a line each; those in it are not run, and those that are run join it
+    known: Path | None = None  # file of cells, a line each: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # two seeds at most, of runs of two iterations, to see that all works
 
 
 def finished(folder: Path) -> Path | None:
-    """The folder of the run in it that has done all its iterations; one that was interrupted has a summary, too."""
+    """The folder of the run in it that has done all its iterations; one that was interrupted has a summary,
+    too."""
     for path in sorted(folder.glob("*/summary.json")):
         last = json.loads((path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-        if last["iteration"] == json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["iterations"]:
+        if (
+            last["iteration"]
+            == json.loads((path.parent / "args.json").read_text(encoding="utf-8"))["iterations"]
+        ):
             return path.parent
     return None
 
 
 def group(args: Args) -> str:
     """The name of all runs with these options: other options, other runs."""
-    return quote(f"{args.env} {QUICK if args.quick else args.options}".strip(), safe="=")
+    return quote(f"{args.env} {options_of(args)}".strip(), safe="=")
+
+
+def options_of(args: Args) -> str:
+    """What every run is given besides what makes its row."""
+    return f"{QUICK} {args.options}".strip() if args.quick else args.options
 
 
 def run_row(args: Args, row: str, seed: int) -> Path:
     """Runs one cell, unless it has ended before, and returns the folder of its run."""
-    options = QUICK if args.quick else args.options
     folder = args.runs / group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
     if run := finished(folder):
         return run
     command = [sys.executable, str(SCRIPT), "--env", args.env, "--seed", str(seed), "--runs", str(folder)]
-    command += [*options.split(), *ROWS[row]]  # what makes a row comes last: options do not undo it
+    command += [*options_of(args).split(), *ROWS[row].split()]  # a row comes last: options do not undo it
     if row in FROM_BC:
-        checkpoints = run_row(args, "BC", seed) / "checkpoints"
-        command += ["--actor", str(max(checkpoints.iterdir()) / "actor")]
-    if begun := sorted(folder.glob("*/checkpoints/*[0-9]")):
-        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent.parent)]
+        command += ["--actor", str(run_row(args, "BC", seed) / "actor")]
+    if begun := sorted(folder.glob("*/checkpoint.pt")):
+        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise RuntimeError(
+            f"{row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
+        )
     if not (run := finished(folder)):  # Ctrl-C goes to the whole group of processes
         raise RuntimeError(f"{row}, seed {seed}: stopped; the same command goes on")
     return run
@@ -130,7 +142,10 @@ def main(args: Args) -> str:
     lines = [f"| method | {' | '.join(SHOWN)} |", "| --- |" + " ---: |" * len(SHOWN)]
     for row in rows:
         last = [cells[row, seed]["last"] for seed in seeds]
-        figures = [interval([r[tag] for r in last], digits=2) if tag in last[0] else "" for tag in SHOWN.values()]
+        shown = {name: tag for name, tag in SHOWN.items() if tag in last[0] and (row, name) not in UNTRAINED}
+        figures = [
+            interval([r[shown[name]] for r in last], digits=2) if name in shown else "" for name in SHOWN
+        ]
         lines.append(f"| {row} | {' | '.join(figures)} |")
     table = "\n".join(lines)
     print(f"commits {', '.join(sorted({cells[row, seed]['commit'] for row in rows for seed in seeds}))}")

@@ -1,4 +1,5 @@
-"""What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks, curves."""
+"""What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks,
+curves."""
 
 import json
 import statistics
@@ -6,7 +7,8 @@ import sys
 from pathlib import Path
 
 COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#000000")  # Okabe and Ito's
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, by seeds
+# Student's t, by seeds
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 def stop(message: str):
@@ -27,7 +29,8 @@ def check(seeds: int, jobs: int, out: Path | None, start: str, end: str) -> None
 
 
 def interval(values: list[float], digits: int = 1) -> str:
-    """Mean and half width of the 95 % interval of the mean; of two values these, as their interval says nothing.
+    """Mean and half width of the 95 % interval of the mean; of two values these,
+    as their interval says nothing.
 
     >>> interval([1.0, 2.0, 3.0]), interval([3.0, 1.0]), interval([2.0], digits=2)
     ('2.0 ± 2.5', '2.0 (3.0, 1.0)', '2.00')
@@ -55,7 +58,8 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 
 def insert(table: str, out: Path, start: str, end: str) -> None:
-    """Puts the table between the document's two marks; the file is there in whole, old or new, at every moment."""
+    """Puts the table between the document's two marks; the file is there in whole, old or new,
+    at every moment."""
     text = out.read_text(encoding="utf-8")
     before, after = text.partition(start)[0], text.partition(end)[2]
     temporary = out.with_name(out.name + ".tmp")
@@ -64,14 +68,19 @@ def insert(table: str, out: Path, start: str, end: str) -> None:
 
 
 def drawing(panels: dict[str, dict[str, list[tuple[int, float]]]], unit: str, top: float = 0) -> str:
-    """An SVG with a line for each row of each panel, points (x, y). `top` ends all y axes; 0: the largest y does."""
+    """An SVG with a line for each row of each panel, points (x, y).
+
+    `top` ends all y axes; 0: the largest y does.
+    """
     width, height, gap = 300, 180, 50
     last = max(x for rows in panels.values() for points in rows.values() for x, _ in points)
     shapes = ['<rect width="100%" height="100%" fill="white"/>']
     for n, (title, rows) in enumerate(panels.items()):
         left, above = gap + n % 2 * (width + gap), gap + n // 2 * (height + gap)
         end = top or max(y for points in rows.values() for _, y in points) or 1
-        shapes.append(f'<rect x="{left}" y="{above}" width="{width}" height="{height}" fill="none" stroke="black"/>')
+        shapes.append(
+            f'<rect x="{left}" y="{above}" width="{width}" height="{height}" fill="none" stroke="black"/>'
+        )
         shapes.append(f'<text x="{left}" y="{above - 6}">{title}</text>')
         shapes.append(f'<text x="{left - 4}" y="{above + 10}" text-anchor="end">{end:.3g}</text>')
         shapes.append(f'<text x="{left + width - 90}" y="{above + height + 14}">{last} {unit}</text>')

@@ -1,28 +1,34 @@
-"""Does a critic of tokens need more data than one of utterances? Section 4 of ArCHer, where every value is known.
+"""Does a critic of tokens need more data than one of utterances? Section 4 of ArCHer,
+where every value is known.
 
     python benchmarks/theory_fpe.py                  # a minute on one CPU core
     python benchmarks/theory_fpe.py --quick          # a second
     python benchmarks/theory_fpe.py --out table.md   # as markdown, too
 
-A small language world is one MDP of utterances and, unrolled, one of tokens. Fitted policy evaluation (FPE) runs on
-both with the same dialogues; printed is the error of its advantages, beside a bound. docs/theory_fpe.md has a result.
+A small language world is one MDP of utterances and, unrolled, one of tokens. Fitted policy evaluation (FPE)
+runs on both with the same dialogues; printed is the error of its advantages, beside a bound.
+docs/theory_fpe.md has a result.
 
-Paper: Zhou et al. 2024, arXiv:2402.19446, section 4 and appendix. Its text was not at hand for this file: the question,
-FPE (its Algorithm 2) and what Theorem 1 assumes (Bellman completeness, concentrability C) and says (tokens have an
-L times longer horizon, and so the greater error) are told second-hand, and none of its constants is quoted. Derived
-here are E2 and E3; ours is the world. With g the discount of a level and f(x,pi) the mean of f(x,a) over a ~ pi:
-  E1  f_k <- argmin_f sum (f(x,a) - r - g f_{k-1}(x',pi))^2;  A(x,a) = f(x,a) - f(x,pi)          fit, advantages
-  E2  A(s,u) = sum_i g^(i-L) A(s,u_<i,u_i), where g = gamma^(1/L) for tokens: a telescope        utterance_error
-      A token's A has mean 0 given what is before it: in the mean square, the squares of the L errors add up, too.
+Paper: Zhou et al. 2024, arXiv:2402.19446, section 4 and appendix. Its text was not at hand for this file: the
+question, FPE (its Algorithm 2) and what Theorem 1 assumes (Bellman completeness, concentrability C) and says
+(tokens have an L times longer horizon, and so the greater error) are told second-hand, and none of its
+constants is quoted. Derived here are E2 and E3; ours is the world. With g the discount of a level and f(x,pi)
+the mean of f(x,a) over a ~ pi:
+  E1  f_k <- argmin_f sum (f(x,a) - r - g f_{k-1}(x',pi))^2;  A(x,a) = f(x,a) - f(x,pi)          fit,
+      advantages
+  E2  A(s,u) = sum_i g^(i-L) A(s,u_<i,u_i), where g = gamma^(1/L) for tokens: a telescope
+      utterance_error A token's A has mean 0 given what is before it: in the mean square, the squares of the L
+      errors add up, too.
   E3  mean square of the error of A over d^pi  <=  C G^2 Vmax^2 d / (l (N + 1))                  bound
-      for N utterances, d cells in the table, l steps in an utterance (1, or L), and G the sum of g^t over all steps
-Vmax is the value of a reward of 1 in every turn. E3: an utterance of the data falls with probability p into a cell, m ~
-Binomial(N, p) of them. As it has l steps, the p of all cells add up to l, and a cell's share of the data is p / l. The
-cell's fit is 0 if m = 0, else the mean of m targets in [0, Vmax]. These are independent given the later fits, because a
-state knows its step, so that no two regressions share a transition. Hence p times its mean square error is at most
-p Vmax^2 (E[1/4m; m>0] + P(m=0)) <= Vmax^2 / (N + 1). A regression's error reaches earlier steps discounted, and
-|g*e|_2 <= |g|_1 |e|_2 (Young). From the data's norm to d^pi's costs C; to take f(x,pi) off is a projection, free.
-Our setting is narrower than the theorem's:
+      for N utterances, d cells in the table, l steps in an utterance (1, or L), and G the sum of g^t over all
+      steps
+Vmax is the value of a reward of 1 in every turn. E3: an utterance of the data falls with probability p into a
+cell, m ~ Binomial(N, p) of them. As it has l steps, the p of all cells add up to l, and a cell's share of the
+data is p / l. The cell's fit is 0 if m = 0, else the mean of m targets in [0, Vmax]. These are independent
+given the later fits, because a state knows its step, so that no two regressions share a transition. Hence p
+times its mean square error is at most p Vmax^2 (E[1/4m; m>0] + P(m=0)) <= Vmax^2 / (N + 1). A regression's
+error reaches earlier steps discounted, and |g*e|_2 <= |g|_1 |e|_2 (Young). From the data's norm to d^pi's
+costs C; to take f(x,pi) off is a projection, free. Our setting is narrower than the theorem's:
   D1  Complete tables instead of any complete class: regressions are exact, and d stands where log|F| would.
   D2  H turns, and a state knows its turn: FPE is done after as many regressions as steps (H, or H L).
   D3  A level's policy is known: f(x,pi) is a sum over all actions, at the level of utterances, too.
@@ -47,8 +53,8 @@ class Args:
     turns: int = 4  # H, utterances in a dialogue
     states: int = 3  # dialogue states
     vocabulary: int = 3  # V tokens; the world hears their sum modulo V
-    gamma: float = 0.95  # discount of an utterance; a token's is its L-th root, so that a turn is discounted alike
-    noise: float = 0.02  # of the last two errors: every regression misses every cell by a normal error of this size
+    gamma: float = 0.95  # discount of an utterance; a token's is its L-th root: a turn is discounted alike
+    noise: float = 0.02  # of the last two errors: the normal error by which a regression misses every cell
     seeds: int = 50  # worlds, each with data of its own
     quick: bool = False  # two values of N and of L, three seeds
     out: Path | None = None  # file for the tables as markdown
@@ -72,14 +78,18 @@ def check(args: Args) -> None:
         stop(f"--noise must be 0 or more, not {args.noise}")
     cells = args.turns * args.states * args.vocabulary ** max(*args.lengths, args.at_length)
     if cells > 10**6:
-        stop(f"a table of all utterances would have {cells:.0e} cells; take fewer --lengths or a smaller --vocabulary")
+        stop(
+            f"a table of all utterances would have {cells:.0e} cells; "
+            "take fewer --lengths or a smaller --vocabulary"
+        )
     if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
         stop(f"--out {args.out} must be a file in a folder that is there")
 
 
 # ---------------------------------------------------------- 2. the world, at both levels
-# Suffixes name the axes: S dialogue states, V tokens (and sums modulo V), L tokens of an utterance, N utterances of the
-# data, B states that begin a turn (turn * S + s). Of a level: X states, A actions, C cells, E transitions.
+# Suffixes name the axes: S dialogue states, V tokens (and sums modulo V), L tokens of an utterance, N
+# utterances of the data, B states that begin a turn (turn * S + s). Of a level: X states, A actions, C cells,
+# E transitions.
 @dataclass
 class World:
     """The world hears the sum z of an utterance's tokens modulo V; a policy knows s and the sum so far."""
@@ -109,7 +119,8 @@ class Level:
     cell_XA: np.ndarray  # a cell is what has been said after the action: what the function class tells apart
     policy_XA: np.ndarray
     behaviour_XA: np.ndarray
-    edges: tuple[np.ndarray, ...]  # the model: cell [E], next state [E], probability [E], mean reward * probability [E]
+    # the model: cell [E], next state [E], probability [E], mean reward * probability [E]
+    edges: tuple[np.ndarray, ...]
     step_X: np.ndarray  # place of the state's action in its utterance, from 0
     length: int  # actions in an utterance: L, or 1
     steps: int  # actions in a dialogue
@@ -119,7 +130,8 @@ class Level:
 def prefixes(vocabulary: int, length: int, table: bool):
     """The prefixes of 0 to L tokens that the function class tells apart: all (V^i), or only sums modulo V.
 
-    Returns children, L arrays [prefixes, V] of the prefix that a token leads to, and sums, L + 1 arrays [prefixes].
+    Returns children, L arrays [prefixes, V] of the prefix that a token leads to, and sums, L + 1 arrays
+    [prefixes].
 
     >>> prefixes(2, 2, table=True)[0][1].tolist(), prefixes(2, 2, table=False)[0][1].tolist()
     ([[0, 1], [2, 3]], [[0, 1], [1, 0]])
@@ -133,9 +145,11 @@ def prefixes(vocabulary: int, length: int, table: bool):
 
 
 def make_level(world: World, length: int, tokens: bool, table: bool) -> Level:
-    """The MDP of tokens or of utterances. Cell c inside an utterance leads to state c + B: its prefix, to be continued.
+    """The MDP of tokens or of utterances. Cell c inside an utterance leads to state c + B: its prefix,
+    to be continued.
 
-    Utterances of one cell count as one action; the cell decides what the world answers, so that this loses nothing.
+    Utterances of one cell count as one action; the cell decides what the world answers, so that this loses
+    nothing.
     """
     S, V = world.reward_SV.shape
     turn, state = np.divmod(np.arange(world.turns * S), S)
@@ -154,7 +168,9 @@ def make_level(world: World, length: int, tokens: bool, table: bool) -> Level:
 
     actions = children if tokens else [np.arange(len(sums[-1]))[None]]
     first = np.cumsum([0, *(B * len(z) for z in sums[-L:])])
-    cells = [f + np.arange(B)[:, None, None] * (a.max() + 1) + a for f, a in zip(first[:-1], actions, strict=True)]
+    cells = [
+        f + np.arange(B)[:, None, None] * (a.max() + 1) + a for f, a in zip(first[:-1], actions, strict=True)
+    ]
     cell_XA = np.concatenate([part.reshape(-1, part.shape[-1]) for part in cells])
     inner = np.arange(first[-2])  # for certain on to the next state, without reward
     ends = np.arange(first[-2], first[-1])  # what the world answers to an utterance:
@@ -168,13 +184,16 @@ def make_level(world: World, length: int, tokens: bool, table: bool) -> Level:
     )
     step_X = np.repeat(np.arange(L), [B * len(z) for z in sums[:L]])
     policies = flat(world.target_SVV), flat(world.behaviour_SVV)
-    return Level(children, first, cell_XA, *policies, edges, step_X, L, world.turns * L, world.gamma ** (1 / L))
+    return Level(
+        children, first, cell_XA, *policies, edges, step_X, L, world.turns * L, world.gamma ** (1 / L)
+    )
 
 
 def sample(world: World, length: int, count: int, rng: np.random.Generator):
     """N independent transitions (s,u,r,s') as the behaviour makes them, each of a random turn.
 
-    Returns the state that begins the turn [N], tokens [N, L], reward [N], the state that begins the next turn [N].
+    Returns the state that begins the turn [N], tokens [N, L], reward [N], the state that begins the next turn
+    [N].
     """
     S, V = world.reward_SV.shape
     level = make_level(world, length, tokens=False, table=False)
@@ -208,7 +227,8 @@ def transitions(level: Level, data):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 def fit(edges, cell_XA, policy_XA, gamma: float, regressions: int, disturb=np.zeros) -> np.ndarray:
-    """E1: FPE from f = 0; Q [X, A]. The least squares fit of a cell is the mean of its targets, 0 without data.
+    """E1: FPE from f = 0; Q [X, A]. The least squares fit of a cell is the mean of its targets,
+    0 without data.
 
     `edges`: cell, next state, weight, reward * weight, all [E]: the data, or the model for the exact values.
     `disturb`: number of cells -> errors [C] that are added to a regression.
@@ -234,14 +254,16 @@ def advantages(q_XA: np.ndarray, policy_XA: np.ndarray) -> np.ndarray:
 
 
 def visits(level: Level, policy_XA: np.ndarray):
-    """Shares of the visits to states [X] and cells [C] under a policy, over all steps; all s begin a dialogue alike."""
+    """Shares of the visits to states [X] and cells [C] under a policy, over all steps;
+    all s begin a dialogue alike."""
     cell_E, next_E, chance_E, _ = level.edges
     X, S = len(policy_XA), np.count_nonzero(level.step_X == 0) * level.length // level.steps
     now_X, states_X, cells_C = np.where(np.arange(X) < S, 1 / S, 0), 0, 0
     for _ in range(level.steps):
         now_C = np.bincount(level.cell_XA.ravel(), (now_X[:, None] * policy_XA).ravel())
         states_X, cells_C = states_X + now_X / level.steps, cells_C + now_C / level.steps
-        now_X = np.bincount(next_E + 1, now_C[cell_E] * chance_E, minlength=X + 1)[1:]  # without those that ended
+        # without those that ended
+        now_X = np.bincount(next_E + 1, now_C[cell_E] * chance_E, minlength=X + 1)[1:]
     return states_X, cells_C
 
 
@@ -251,7 +273,8 @@ def action_error(level: Level, wrong_XA: np.ndarray) -> float:
 
 
 def utterance_error(level: Level, wrong_XA: np.ndarray) -> float:
-    """E2: the same for utterances, whose advantages are put together from those of tokens where actions are tokens."""
+    """E2: the same for utterances, whose advantages are put together
+    from those of tokens where actions are tokens."""
     weight_X = np.sqrt(level.length) * level.gamma ** (level.step_X + 1 - level.length)
     return action_error(level, weight_X[:, None] * wrong_XA)  # E2
 
@@ -261,8 +284,10 @@ def bound(level: Level, samples: int) -> float:
     wanted_C, seen_C = (visits(level, policy)[1] for policy in (level.policy_XA, level.behaviour_XA))
     concentrability = (wanted_C / seen_C).max()
     horizon = (1 - level.gamma**level.steps) / (1 - level.gamma)  # G
-    highest = (1 - level.gamma**level.steps) / (1 - level.gamma**level.length)  # Vmax: a reward of 1 in every turn
-    return float(horizon * highest * np.sqrt(concentrability * len(seen_C) / (level.length * (samples + 1))))  # E3
+    # Vmax: a reward of 1 in every turn
+    highest = (1 - level.gamma**level.steps) / (1 - level.gamma**level.length)
+    # E3
+    return float(horizon * highest * np.sqrt(concentrability * len(seen_C) / (level.length * (samples + 1))))
 
 
 # ---------------------------------------------------------- 4. the sweeps
@@ -270,7 +295,8 @@ COLUMNS = {
     "class": "what f tells apart: all utterances and prefixes (table), or only their sums modulo V (sum)",
     "L": "tokens in an utterance",
     "N": "utterances in the data",
-    "size": "root mean square of the exact advantages of utterances, whose errors follow, in root mean square, too",
+    "size": "root mean square of the exact advantages of utterances, "
+    "whose errors follow, in root mean square, too",
     "utterance": "FPE on utterances: N transitions, H regressions",
     "tokens": "FPE on tokens, same dialogues: N L transitions, H L regressions",
     "a token": "the same, but the error of the advantages of tokens",
@@ -296,7 +322,9 @@ def measure(args: Args, table: bool, length: int, samples: int, seed: int) -> li
         return advantages(q_XA, level.policy_XA)
 
     def wrong(level, data, regressions, disturb=np.zeros):
-        return solve(level, transitions(level, data), regressions, disturb) - solve(level, level.edges, level.steps)
+        return solve(level, transitions(level, data), regressions, disturb) - solve(
+            level, level.edges, level.steps
+        )
 
     def noise(cells):
         return rng.normal(0, args.noise, cells)

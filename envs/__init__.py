@@ -16,11 +16,21 @@ A world is a gymnasium.Env whose observations and actions are text. Beyond gymna
     players                     name -> player(observation, rng) -> action, rng a random.Random
     demonstrations(n, seed)     scripted dialogues of the world `demonstration_env`, to warm up on
 
-A dialogue, as `demonstrations` makes it, is a dict of n actions and rewards, n + 1 observations, the last being what
-the world said at the end, "terminated" (if false, the time limit ended it) and "answer".
+`reset` puts what is hidden into info["answer"]. The last `step` of an episode puts its "return", "length" and
+"success" into info["result"]: what a success is, the world alone knows. (Not into info["episode"], which
+gymnasium's RecordEpisodeStatistics keeps for its own.)
 
-`reset` puts what is hidden into info["answer"]; the last `step` of an episode puts its return, length
-and success into info["episode"]. tests/test_envs.py holds every world of ENVS to all this.
+A dialogue, as `demonstrations` and VecTextEnv make it, is a dict of text:
+
+    observations                n + 1 of them, the last being what the world said at the end
+    actions, rewards            n of each
+    terminated                  False: the time limit ended it, or it goes on
+    success, answer             as the world has said
+    cut                         of VecTextEnv: True if it was ended from outside, by `cut`
+    imitate                     of demonstrations, if there are such turns: n bools, False for a mistake whose
+                                reply may be learned, but which is not to be imitated
+
+tests/test_envs.py holds every world of ENVS to all this.
 """
 
 import inspect
@@ -28,6 +38,7 @@ import re
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
+from typing import get_args
 
 __all__ = [
     "ENVS",
@@ -37,14 +48,15 @@ __all__ = [
     "WorldBroken",
     "make",
     "missing",
-    "reached_goal",
+    "options",
     "replies",
     "summarise",
 ]
 
 
 class WorldBroken(RuntimeError):
-    """A world broke for reasons of its own, a server or a child process: the episode says nothing about the agent."""
+    """A world broke for reasons of its own, a server or a child process:
+    the episode says nothing about the agent."""
 
 
 class Unavailable(RuntimeError):
@@ -67,7 +79,9 @@ ENVS = {
     "twenty-questions-subset": Entry(
         "envs.twenty_questions:TwentyQuestionsSubset", "the same with 10 words, for quick experiments"
     ),
-    "guess-my-city": Entry("envs.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"),
+    "guess-my-city": Entry(
+        "envs.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"
+    ),
     "mini-detective": Entry(
         "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
     ),
@@ -77,10 +91,14 @@ ENVS = {
         "gymnasium, jericho (Linux, gcc, make) and a copy of detective.z5",
     ),
     "webshop": Entry(
-        "envs.webshop:WebShop", "buy what an instruction asks for; 100 instructions", "gymnasium, numpy, rapidfuzz"
+        "envs.webshop:WebShop",
+        "buy what an instruction asks for; 100 instructions",
+        "gymnasium, numpy, rapidfuzz",
     ),
     "webshop-train": Entry(
-        "envs.webshop:WebShopTrain", "the same with the other 5,948 instructions", "gymnasium, numpy, rapidfuzz"
+        "envs.webshop:WebShopTrain",
+        "the same with the other 5,948 instructions",
+        "gymnasium, numpy, rapidfuzz",
     ),
     "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
     "appworld": Entry(
@@ -97,8 +115,7 @@ ENVS = {
 
 
 INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds refuse an action
-LOST = re.compile("you have died", re.IGNORECASE)  # how a world ends badly whose rewards do not say so
-SCORE = re.compile(r"Your score \(min 0\.0, max 1\.0\): (\d\.\d+)")  # how a world tells half a success from a whole one
+LATE = 8  # turns before those that `summarise` searches for repetitions
 
 
 def make(id: str, **options):
@@ -112,14 +129,38 @@ def make(id: str, **options):
     try:
         world_class = getattr(import_module(module), name)
         known = inspect.signature(world_class).parameters
-        for option in options:
+        for option, value in options.items():
             if option not in known:
                 raise ValueError(f"{id} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+            kind = known[option].annotation
+            is_number = int in (kind, *get_args(kind))
+            if is_number and isinstance(value, str):
+                raise ValueError(f"{id}: {option} must be a whole number, not {value!r}")
+            if isinstance(value, int) and not is_number:
+                options[option] = str(value)  # a folder may have a number for its name
         return world_class(**options)
     except ModuleNotFoundError as error:
         raise Unavailable(f"{id} needs the package {error.name}: pip install {error.name}") from error
     except FileNotFoundError as error:
         raise Unavailable(f"{id}: {error}") from error
+
+
+def options(text: str) -> dict[str, int | str]:
+    """The options of a world from a command line; whole numbers become int.
+    Raises ValueError for anything else.
+
+    >>> options("matching=paper,max_turns=5")
+    {'matching': 'paper', 'max_turns': 5}
+    """
+    found = {}
+    for part in text.split(",") if text else []:
+        name, _, value = part.strip().partition("=")
+        if not name.isidentifier() or not value or name in found:
+            raise ValueError(
+                f"{part!r} in {text!r} is no option: write NAME=VALUE,NAME=VALUE, each name once"
+            )
+        found[name] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
+    return found
 
 
 def missing(id: str) -> str | None:
@@ -134,51 +175,49 @@ def missing(id: str) -> str | None:
 def replies(observations: list[str], actions: list[str]) -> list[str]:
     """What the world wrote behind each of n actions, from the n + 1 observations around them.
 
-    Where a world is not append-only, that is the whole next observation, also when it is the last one over again.
+    Where a world is not append-only, that is the whole next observation, also when it is the last one over
+    again.
 
     >>> replies(["Questions:\\n", "Questions:\\nIs it a cat? No.\\n"], ["Is it a cat?"])
     [' No.\\n']
     """
     turns = zip(observations, actions, observations[1:], strict=False)
-    return [after if after == before else after.removeprefix(before + action) for before, action, after in turns]
-
-
-def reached_goal(dialogue: dict) -> bool:
-    """Whether the world ended it and took nothing away for the last action, nor says that this was no success.
-
-    A world that can end badly has a negative reward for it, or says "you have died"; one that pays for a part of the
-    goal tells a score.
-
-    >>> reached_goal({"observations": ["", "Your score (min 0.0, max 1.0): 0.67"], "actions": ["click[Buy Now]"],
-    ...               "rewards": [0.67], "terminated": True})
-    False
-    """
-    (reply,) = replies(dialogue["observations"][-2:], dialogue["actions"][-1:])
-    is_bad = LOST.search(reply) or float((SCORE.findall(reply) or ["1"])[-1]) < 1
-    return dialogue["terminated"] and dialogue["rewards"][-1] >= 0 and not is_bad
+    return [
+        after if after == before else after.removeprefix(before + action) for before, action, after in turns
+    ]
 
 
 def summarise(dialogues: list[dict]) -> dict[str, float]:
-    """Mean undiscounted return, success, length, truncation and share of actions that the world calls invalid.
+    """Mean undiscounted return, success and length of some dialogues, and four shares.
 
-    A world refuses an action by a reply with "invalid" or "illegal action" in it, in capitals or not. A good question
-    that is left unanswered, "I cannot answer that question.", is not among them.
+    Of the dialogues: "truncated", those that no end of the world's ended, and "cut", those among them that
+    were ended from outside (`VecTextEnv.cut`). Of the actions: "invalid", which the world refused by a reply
+    with "invalid" or "illegal action" in it, in capitals or not ("I cannot answer that question." is no
+    refusal), and "repeated", which an earlier one of the same dialogue had word for word: from the ninth turn
+    on, where there is enough to repeat.
     """
-    every_reply = [reply for d in dialogues for reply in replies(d["observations"], d["actions"])]
+    refused = [
+        bool(INVALID.search(said)) for d in dialogues for said in replies(d["observations"], d["actions"])
+    ]
+    repeated = [
+        d["actions"][k] in d["actions"][:k] for d in dialogues for k in range(LATE, len(d["actions"]))
+    ]
     return {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
-        "success": fmean(map(reached_goal, dialogues)),
+        "success": fmean(d["success"] for d in dialogues),
         "length": fmean(len(d["actions"]) for d in dialogues),
         "truncated": fmean(not d["terminated"] for d in dialogues),
-        "invalid": fmean(bool(INVALID.search(reply)) for reply in every_reply),
+        "cut": fmean(d.get("cut", False) for d in dialogues),
+        "invalid": fmean(refused) if refused else 0.0,
+        "repeated": fmean(repeated) if repeated else 0.0,
     }
 
 
 class VecTextEnv:
     """`n` worlds in lockstep, in this process; every argument and result is a list with one entry per world.
 
-    A world that has ended stays as it is until the next `reset`: nothing starts by itself. `dialogues` has what was
-    played since then, and `alive()` the numbers of the worlds that have not ended.
+    A world that has ended stays as it is until the next `reset`: nothing starts by itself. `dialogues` has
+    what was played since then, and `alive()` the numbers of the worlds that have not ended.
     """
 
     def __init__(self, id: str, n: int, **options):
@@ -197,7 +236,8 @@ class VecTextEnv:
     def reset(
         self, seeds: list[int | None] | None = None, indices: list[int | None] | None = None
     ) -> tuple[list[str], list[dict]]:
-        """Starts all worlds anew: `seeds` for their generators, `indices` of the tasks; None leaves it to the world."""
+        """Starts all worlds anew: `seeds` for their generators, `indices` of the tasks;
+        None leaves it to the world."""
         seeds = self._one_each("seeds", seeds)
         indices = self._one_each("indices", indices)
         results = [
@@ -208,12 +248,22 @@ class VecTextEnv:
         self.terminated = [False] * len(self)
         self.truncated = [False] * len(self)
         self.dialogues = [
-            {"observations": [text], "actions": [], "rewards": [], "terminated": False, "answer": info["answer"]}
+            {
+                "observations": [text],
+                "actions": [],
+                "rewards": [],
+                "terminated": False,
+                "success": False,
+                "cut": False,
+                "answer": info["answer"],
+            }
             for text, info in results
         ]
         return list(self.observations), [info for _, info in results]
 
-    def step(self, actions: list[str | None]) -> tuple[list[str], list[float], list[bool], list[bool], list[dict]]:
+    def step(
+        self, actions: list[str | None]
+    ) -> tuple[list[str], list[float], list[bool], list[bool], list[dict]]:
         """Takes one action in every world; those that have ended, or whose action is None, are left alone.
 
         For these the observation and the flags are the last ones, the reward is 0 and the info empty.
@@ -222,14 +272,22 @@ class VecTextEnv:
         infos: list[dict] = [{} for _ in self.envs]
         for i, action in enumerate(self._one_each("actions", actions)):
             if action is not None and not (self.terminated[i] or self.truncated[i]):
-                self.observations[i], rewards[i], self.terminated[i], self.truncated[i], infos[i] = self._call(
+                text, rewards[i], self.terminated[i], self.truncated[i], infos[i] = self._call(
                     i, "step", action
                 )
-                self.dialogues[i]["observations"].append(self.observations[i])
+                self.observations[i] = text
+                self.dialogues[i]["observations"].append(text)
                 self.dialogues[i]["actions"].append(infos[i]["action"])
                 self.dialogues[i]["rewards"].append(rewards[i])
                 self.dialogues[i]["terminated"] = self.terminated[i]
+                if self.terminated[i] or self.truncated[i]:
+                    self.dialogues[i]["success"] = infos[i]["result"]["success"]
         return list(self.observations), rewards, list(self.terminated), list(self.truncated), infos
+
+    def cut(self, i: int) -> None:
+        """Ends the dialogue of world `i` as truncated, for example because the model's context is full."""
+        if not (self.terminated[i] or self.truncated[i]):
+            self.truncated[i] = self.dialogues[i]["cut"] = True
 
     def close(self) -> None:
         for world in self.envs:

@@ -4,6 +4,5 @@ import envs
 
 for id, entry in envs.ENVS.items():
     problem = envs.missing(id)
-    print(
-        f"{id:<24} {entry.about}; needs {entry.needs}; {'usable here' if problem is None else 'NOT USABLE: ' + problem}"
-    )
+    usable = "usable here" if problem is None else f"NOT USABLE: {problem}"
+    print(f"{id:<24} {entry.about}; needs {entry.needs}; {usable}")

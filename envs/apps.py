@@ -14,16 +14,20 @@
 It is made in the likeness of AppWorld (Trivedi et al. 2024, arXiv:2407.18901), on which LOOP was shown
 (arXiv:2502.01600), small enough for a model that is trained from nothing within minutes.
 
-    an action    Python, of any number of lines. Variables stay from turn to turn; the value of the last line is shown
-    the end      apis.supervisor.complete_task(answer=...), or the turn limit, at which nothing has been handed in
+    an action    Python, of any number of lines. Variables stay from turn to turn; the value of the last line
+                 is shown
+    the end      apis.supervisor.complete_task(answer=...), or the turn limit, at which nothing has been
+                 handed in
     a task       people and things invented anew; three tasks with one sentence and other names are a scenario
-    its tests    each row of the database that was to be changed, and that nothing else was; or the right answer
-    the reward   at the end: the share of tests passed, or 1 if all were and else 0. To do nothing earns something:
-                 see `no_op_returns`
+    its tests    each row of the database that was to be changed, and that nothing else was; or the right
+                 answer
+    the reward   at the end: the share of tests passed, or 1 if all were and else 0. To do nothing earns
+                 something: see `no_op_returns`
 
-The code runs in a process of its own (envs/sandbox.py). Database and tests are in this one, so that the code can do
-nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in apps_tasks.py. These
-files, sandbox_child.py, datasets.py and __init__.py are all there is to it; they need gymnasium and nothing else.
+The code runs in a process of its own (envs/sandbox.py). Database and tests are in this one, so that the code
+can do nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in
+apps_tasks.py. These files, sandbox_child.py, datasets.py and __init__.py are all there is to it; they need
+gymnasium and nothing else.
 """
 
 import ast
@@ -38,6 +42,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import gymnasium
@@ -52,7 +57,8 @@ from envs.sandbox import Finished, Refused
 DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in DATA["words"].items()}
 DEVICES = {
-    who: {part: DATA["device"][who][part].split() for part in ("kinds", "names")} for who in ("known", "challenge")
+    who: {part: DATA["device"][who][part].split() for part in ("kinds", "names")}
+    for who in ("known", "challenge")
 }
 WORDS["words"] += [word for parts in DEVICES.values() for words in parts.values() for word in words]
 TYPES = {"int": int, "str": str, "any": object}
@@ -64,7 +70,8 @@ class Call(NamedTuple):
     """What an app can be asked to do."""
 
     name: str  # "mail.star"
-    parameters: dict[str, tuple[type, object]]  # type and default by name; `...` for a parameter that must be given
+    # type and default by name; `...` for a parameter that must be given
+    parameters: dict[str, tuple[type, object]]
     about: str
     sql: list[str]  # empty for the two calls that `Apps.call` does itself
 
@@ -75,7 +82,9 @@ class Call(NamedTuple):
         >>> CALLS["phone.list"].doc
         'lists contacts, four a page: apis.phone.list(page=0)'
         """
-        given = [name if default is ... else f"{name}={default}" for name, (_, default) in self.parameters.items()]
+        given = [
+            name if default is ... else f"{name}={default}" for name, (_, default) in self.parameters.items()
+        ]
         return f"{self.about}: apis.{self.name}({', '.join(given)})"
 
 
@@ -86,7 +95,9 @@ def make_call(name: str, parameters: str, about: str, sql: str | list[str]) -> C
     {'page': (<class 'int'>, 0)}
     """
     parts = re.findall(r"(\w+): (\w+)(?: = (\w+))?", parameters)
-    known = {part: (TYPES[kind], ast.literal_eval(default) if default else ...) for part, kind, default in parts}
+    known = {
+        part: (TYPES[kind], ast.literal_eval(default) if default else ...) for part, kind, default in parts
+    }
     return Call(name, known, about, [sql] if isinstance(sql, str) else sql)
 
 
@@ -154,7 +165,9 @@ def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> No
 
     def add(table: str, **row) -> None:
         marks = ", ".join("?" * (len(row) + 1))
-        db.execute(f"insert into {table} (id, {', '.join(row)}) values ({marks})", (next(ids[table]), *row.values()))
+        db.execute(
+            f"insert into {table} (id, {', '.join(row)}) values ({marks})", (next(ids[table]), *row.values())
+        )
 
     def some(name: str, n: int) -> list[str]:
         return rng.sample(WORDS[name], n)
@@ -198,17 +211,22 @@ def rows_of(cursor: sqlite3.Cursor) -> list[dict]:
 
 
 def read_state(db: sqlite3.Connection) -> dict[tuple[str, int], tuple]:
-    return {(table, row[0]): row[1:] for table in DATA["tables"] for row in db.execute(f"select * from {table}")}
+    return {
+        (table, row[0]): row[1:] for table in DATA["tables"] for row in db.execute(f"select * from {table}")
+    }
 
 
 def difference(before: dict, after: dict) -> Counter:
-    """How often each change was made: (table, id, row after it). A row that is gone is None, the id of a new one, too.
+    """How often each change was made: (table, id, row after it). A row that is gone is None,
+    the id of a new one, too.
 
     >>> difference({("note", 5): ("a",), ("note", 6): ("b",)}, {("note", 6): ("c",), ("note", 7): ("d",)})
     Counter({('note', 5, None): 1, ('note', 6, ('c',)): 1, ('note', None, ('d',)): 1})
     """
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    return Counter((table, id if (table, id) in before else None, after.get((table, id))) for table, id in changed)
+    return Counter(
+        (table, id if (table, id) in before else None, after.get((table, id))) for table, id in changed
+    )
 
 
 # ----------------------------------------------------------------------------------- 3. the tasks
@@ -226,7 +244,8 @@ FRESH = {  # what a task may ask for that is not in the database
 PROMPT = """\
 Supervisor: {me}. Today is day {today}.
 Task: {sentence}
-Write Python: apis.api_docs.show_api_doc(name='app') explains an app, apis.supervisor.complete_task(answer=None) ends.
+Write Python: apis.api_docs.show_api_doc(name='app') explains an app, \
+apis.supervisor.complete_task(answer=None) ends.
 {index}
 
 """
@@ -248,9 +267,14 @@ class Task(NamedTuple):
 def tasks_of(split: str) -> list[tuple[Scenario, int, int]]:
     """All tasks of a split: kind of scenario, number of the scenario in its kind, variant."""
     kinds = [scenario for scenario in SCENARIOS if scenario.challenge == (split == "test-challenge")]
-    counts = [SPLITS[split] * (READING if kind.apps == "{kind}" and split == "train" else 1) for kind in kinds]
+    counts = [
+        SPLITS[split] * (READING if kind.apps == "{kind}" and split == "train" else 1) for kind in kinds
+    ]
     return [
-        (kind, n, v) for kind, N in zip(kinds, counts, strict=True) for n in range(N) for v in range(1, VARIANTS + 1)
+        (kind, n, v)
+        for kind, N in zip(kinds, counts, strict=True)
+        for n in range(N)
+        for v in range(1, VARIANTS + 1)
     ]
 
 
@@ -261,11 +285,15 @@ def make_task(split: str, index: int) -> Task:
     id = f"{scenario.name}.{split}{number}_{variant}"
     rng = random.Random(id)
     devices = DEVICES["challenge" if scenario.challenge else "known"]
-    for _ in range(100):  # until there is something to do: nobody may have written two mails, or a note says it already
+    # until there is something to do: nobody may have written two mails, or a note says it already
+    for _ in range(100):
         db = open_database(empty_database())
         populate(db, rng, devices["kinds"])
         people = {name for (name,) in db.execute("select name from contact")}
-        values = {"me": rng.choice([name for name in WORDS["name"] if name not in people]), "today": FRESH["day"](rng)}
+        values = {
+            "me": rng.choice([name for name in WORDS["name"] if name not in people]),
+            "today": FRESH["day"](rng),
+        }
         for name, kind in scenario.fresh.items():
             values[name] = rng.choice(WORDS[kind]) if kind in WORDS else FRESH[kind](rng)
         rows = rows_of(db.execute(scenario.draw))
@@ -284,7 +312,9 @@ def make_task(split: str, index: int) -> Task:
 
     # Its apps, and one that it does not need.
     apps = scenario.apps.format(**values).split()
-    named = device_calls(values["kind"], draw_names(devices["names"], rng)) if scenario.apps == "{kind}" else {}
+    named = (
+        device_calls(values["kind"], draw_names(devices["names"], rng)) if scenario.apps == "{kind}" else {}
+    )
     apps.append(rng.choice([app for app in DATA["apps"] if app not in apps and app not in DATA["challenge"]]))
     offered = ["api_docs", "supervisor", *sorted(apps)]
     calls = {name: call for name, call in (CALLS | named).items() if name.split(".")[0] in offered}
@@ -295,7 +325,8 @@ def make_task(split: str, index: int) -> Task:
 
 
 def run_tests(task: Task, changes: Counter, answer: object) -> list[bool]:
-    """Which tests of a task are passed: each change that it asks for, nothing else; or nothing, and the answer."""
+    """Which tests of a task are passed: each change that it asks for, nothing else; or nothing,
+    and the answer."""
     nothing_else = not changes - task.changes and (task.answer is not None or answer is None)
     asked = [is_right(answer, task.answer)] if task.answer is not None else []
     return [changes[change] == n for change, n in task.changes.items()] + asked + [nothing_else]
@@ -318,6 +349,40 @@ def is_right(answer: object, expected: object) -> bool:
 
 # ----------------------------------------------------------------------------------- 4. the world
 
+FAILED = re.compile("error|exception|failed", re.IGNORECASE)  # how a call that went wrong shows
+
+
+def habits(episodes: list[list[tuple[str, str]]]) -> dict[str, float]:
+    """What LOOP's paper counts in its appendix, in episodes of actions and replies.
+
+    many_cells: share of actions with more than one cell of code; api_docs, assum, dummy: how often an episode
+    says show_api_doc, "assum..." and "dummy"; gave_up: share of episodes, of those with two turns or more,
+    that completed the task right after a call that failed; no_op: share whose only call completed the task.
+    """
+    said = ["\n".join(action for action, _ in turns).lower() for turns in episodes]
+    ends = [(turns[-2][1], turns[-1][0]) for turns in episodes if len(turns) > 1]
+    figures = {
+        "many_cells": [action.count("```") > 2 for turns in episodes for action, _ in turns],
+        "api_docs": [text.count("show_api_doc") for text in said],
+        "assum": [text.count("assum") for text in said],
+        "dummy": [text.count("dummy") for text in said],
+        "gave_up": [bool(FAILED.search(reply)) and "complete_task" in action for reply, action in ends],
+        "no_op": [re.findall(r"\bapis\.\w+\.(\w+)", text) == ["complete_task"] for text in said],
+    }
+    return {name: fmean(values or [0.0]) for name, values in figures.items()}
+
+
+def whole_scenarios(scenarios: tuple, solved: dict[int, bool]) -> list[bool]:
+    """Whether all tasks of a scenario were solved, for those of which all were played.
+
+    >>> whole_scenarios(("a", "a", "b", "b", "c"), {0: True, 1: True, 2: True, 3: False})
+    [True, False]
+    """
+    results = {name: [] for name in scenarios}
+    for i, name in enumerate(scenarios):
+        results[name].append(solved.get(i))
+    return [all(of_tasks) for of_tasks in results.values() if None not in of_tasks]
+
 
 class AnyText(gymnasium.spaces.Text):
     """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
@@ -332,17 +397,19 @@ class AnyText(gymnasium.spaces.Text):
 class Apps(gymnasium.Env):
     """The world. An observation is the prompt and all code and output so far, an action is code.
 
-    An action is stripped of blanks at both ends and then cut to `max_action_chars`; it may have several lines.
-    `info["action"]` is what remains. Always:
+    An action is stripped of blanks at both ends and then cut to `max_action_chars`; it may have several
+    lines. `info["action"]` is what remains. Always:
 
-        next_observation == observation + info["action"] + "\\n=> " + output + "\\n"        (no blank without output)
+        next_observation == observation + info["action"] + "\\n=> " + output + "\\n"
 
-    `info["answer"]` of `reset` is the id of the task, never what is expected. The last info["episode"] has "passed"
-    and "tests" besides. Raises envs.WorldBroken if no process for the code can be had.
+    (without the blank where there is no output).
 
-    Options: `split`, one of SPLITS; `reward`, "fraction" of the tests or "success", 1 if all were passed; `max_turns`;
-    `max_output`, the characters of a turn's output that are shown; `sandbox`, where the code runs: "process" or, with
-    the package pydantic-monty, the stricter "monty".
+    `info["answer"]` of `reset` is the id of the task, never what is expected. The last info["result"] has
+    "passed" and "tests" besides. Raises envs.WorldBroken if no process for the code can be had.
+
+    Options: `split`, one of SPLITS; `reward`, "fraction" of the tests or "success", 1 if all were passed;
+    `max_turns`; `max_output`, the characters of a turn's output that are shown; `sandbox`, where the code
+    runs: "process" or, with the package pydantic-monty, the stricter "monty".
     """
 
     id = "apps"
@@ -424,13 +491,16 @@ class Apps(gymnasium.Env):
                 reward = float(success) if self.reward == "success" else sum(tests) / len(tests)
                 output = f"Task completed. Your score (min 0.0, max 1.0): {reward:.2f}"
             episode = {"return": reward, "length": self.turns, "success": success}
-            info["episode"] = episode | {"passed": sum(tests), "tests": len(tests)}
+            info["result"] = episode | {"passed": sum(tests), "tests": len(tests)}
             self.close()
         self.observation += f"{action}\n=> {output.strip()}".rstrip(" ") + "\n"
         return self.observation, reward, self.completed, truncated, info
 
     def call(self, name: str, kwargs: dict) -> object:
-        """Does what the code asks for. Name and arguments may be anything: a hostile agent has made them up."""
+        """Does what the code asks for.
+
+        Name and arguments may be anything: a hostile agent has made them up.
+        """
         call = self.task.calls.get(name)
         if call is None:
             raise Refused(f"there is no {name[:50]}")
@@ -452,7 +522,9 @@ class Apps(gymnasium.Env):
             raise Finished
         if name == "api_docs.show_api_doc":
             asked = values["name"]
-            docs = [call.doc for other, call in self.task.calls.items() if asked in (other, other.split(".")[0])]
+            docs = [
+                call.doc for other, call in self.task.calls.items() if asked in (other, other.split(".")[0])
+            ]
             if not docs:
                 raise Refused(f"there is no {asked[:50]}")
             return docs
@@ -488,6 +560,14 @@ class Apps(gymnasium.Env):
         if hasattr(self, "db"):
             self.db.close()
 
+    def goals(self, solved: dict[int, bool]) -> dict[str, float]:
+        """Of tasks by index, solved or not: the share of whole scenarios, and of questions."""
+        figures = {"scenarios": whole_scenarios(self.scenarios, solved)}
+        figures["questions"] = [success for i, success in solved.items() if self.is_question[i]]
+        return {name: fmean(values) for name, values in figures.items() if values}
+
+    habits = staticmethod(habits)
+
     def no_op_returns(self) -> list[float]:
         """What each task pays if it is completed at once and nothing is done."""
         returns = []
@@ -502,23 +582,27 @@ class Apps(gymnasium.Env):
         return {"scripted": scripted, "expert": expert, "random": random_player}
 
     def demonstrations(self, n: int, seed: int, careful: float = 0.25, **knobs) -> list[dict]:
-        """`n` dialogues about tasks of the split train: the share `careful` the expert's, the others of the player
-        `scripted`, whose knobs the rest are."""
+        """`n` dialogues about tasks of the split train: the share `careful` the expert's, the others of the
+        player `scripted`, whose knobs the rest are."""
         world, player, rng = Apps(reward=self.reward), partial(scripted, **knobs), random.Random(seed)
         indices = sorted(rng.randrange(world.num_tasks) for _ in range(n))  # so that a task is made but once
-        made = [dialogue(world, expert if rng.random() < careful else player, rng, index) for index in indices]
+        made = [
+            dialogue(world, expert if rng.random() < careful else player, rng, index) for index in indices
+        ]
         rng.shuffle(made)
         world.close()
         return made
 
 
 # --------------------------------------------------------------------------------- 5. the players
-# A player is a function of the observation and a random.Random. It finds out which scenario it is in, starts the
-# solution from the beginning and sends it what was printed, until it comes to a step that has not been taken.
+# A player is a function of the observation and a random.Random. It finds out which scenario it is in, starts
+# the solution from the beginning and sends it what was printed, until it comes to a step that has not been
+# taken.
 
 
 class Guess(int):
-    """What one assumes who has not looked: each item and field of it is one made-up number, and fits everything."""
+    """What one assumes who has not looked: each item and field of it is one made-up number,
+    and fits everything."""
 
     def __getitem__(self, key):
         return self
@@ -556,11 +640,13 @@ def split_turns(observation: str) -> list[tuple[str, str]]:
     return re.findall(r"^(.*)\n=>(.*)$", observation.split("\n\n", 1)[1], re.MULTILINE)
 
 
-PARSING = threading.Lock()  # CPython 3.11 adds up how deep all threads are in a text, and may raise SystemError
+# CPython 3.11 adds up how deep all threads are in a text, and may raise SystemError
+PARSING = threading.Lock()
 
 
 def read_output(output: str) -> object:
-    """What was printed, as an object; a guess where it is an error or nothing was found: one goes on regardless."""
+    """What was printed, as an object; a guess where it is an error or nothing was found:
+    one goes on regardless."""
     try:
         with PARSING:
             value = ast.literal_eval(output.strip())
@@ -574,8 +660,8 @@ def completion(answer: object = None) -> str:
 
 
 def next_step(observation: str, assume: Callable[[str], object] | None = None) -> str:
-    """The next step of the solution. With `assume` it is the one after that: as if it had been taken and had printed
-    what `assume(code)` makes of it."""
+    """The next step of the solution. With `assume` it is the one after that: as if it had been taken and had
+    printed what `assume(code)` makes of it."""
     scenario, values = read_prompt(observation.split("\n\n", 1)[0])
     solution, turns = scenario.solve(**values), split_turns(observation)
     try:
@@ -607,12 +693,14 @@ def scripted(
     careless: float = 0.2,
     garbled: float = 0.03,
 ) -> str:
-    """The expert with the habits of a language model that has not been trained: the player of the demonstrations.
+    """The expert with the habits of a language model that has not been trained:
+    the player of the demonstrations.
 
-    In the share `guessing` of the turns it does not take the next step, a look-up or the documentation, but assumes
-    what it would have found; in the share `careless` it takes another number or name of the last output than the right
-    one; in the share `hasty` it completes the task, answering a question at random. Errors it ignores. The share
-    `garbled` of its code comes out wrong, so that a learner sees how one goes on after a SyntaxError.
+    In the share `guessing` of the turns it does not take the next step, a look-up or the documentation, but
+    assumes what it would have found; in the share `careless` it takes another number or name of the last
+    output than the right one; in the share `hasty` it completes the task, answering a question at random.
+    Errors it ignores. The share `garbled` of its code comes out wrong, so that a learner sees how one goes on
+    after a SyntaxError.
     """
     if rng.random() < garbled:
         return garble(next_step(observation), rng)
@@ -628,7 +716,8 @@ def scripted(
 
 
 def assumption(code: str, observation: str, rng: random.Random) -> object:
-    """What one might expect the code to print: for documentation the usual names, else one number for everything."""
+    """What one might expect the code to print: for documentation the usual names,
+    else one number for everything."""
     if "show_api_doc" not in code:
         return Guess(rng.choice(NUMBERS))
     app = re.search(r"'(\w+)'", code)[1]
@@ -644,7 +733,8 @@ def assumption(code: str, observation: str, rng: random.Random) -> object:
 def confuse(code: str, observation: str, rng: random.Random) -> str:
     """The code with a value that it takes from the last output replaced by another one of that output.
 
-    >>> confuse("apis.mail.star(id=7)", "\\n\\napis.x()\\n=> [{'name': 'Ada', 'day': 3, 'id': 7}]\\n", random.Random(0))
+    >>> seen = "\\n\\napis.x()\\n=> [{'name': 'Ada', 'day': 3, 'id': 7}]\\n"
+    >>> confuse("apis.mail.star(id=7)", seen, random.Random(0))
     'apis.mail.star(id=3)'
     """
     turns = split_turns(observation)
@@ -673,4 +763,5 @@ def random_player(observation: str, rng: random.Random) -> str:
         return completion(rng.choice([None, rng.randrange(100)]))
     made_up = {int: lambda: rng.choice(NUMBERS), str: lambda: rng.choice(WORDS["name"] + WORDS["title"])}
     known = CALLS[name].parameters if name in CALLS else {}
-    return f"apis.{name}({', '.join(f'{parameter}={made_up[kind]()!r}' for parameter, (kind, _) in known.items())})"
+    arguments = ", ".join(f"{parameter}={made_up[kind]()!r}" for parameter, (kind, _) in known.items())
+    return f"apis.{name}({arguments})"

@@ -1,19 +1,21 @@
-"""The tasks of envs/apps.py. A scenario is a sentence, what it asks for in SQL, and how an expert goes about it.
+"""The tasks of envs/apps.py. A scenario is a sentence, what it asks for in SQL,
+and how an expert goes about it.
 
     @scenario(
-        "mail-delete", 2, "mail",                                   # its name, difficulty 1 to 3, the apps it needs
+        "mail-delete", 2, "mail",                          # its name, difficulty 1 to 3, the apps it needs
         "Delete the mail with the subject {subject}.",
         draw="select subject from mail",                            # a row of this, drawn, fills the sentence
-        changes="delete from mail where subject = :subject",        # what is to be changed, seen from the database
+        changes="delete from mail where subject = :subject",  # what is to be changed, seen from the database
     )
-    def _(subject):                                                 # the solution: yields code, is sent what it prints
+    def _(subject):                                        # the solution: yields code, is sent what it prints
         mails = yield f"apis.mail.search(subject={subject!r})"
         yield f"apis.mail.delete(id={mails[0]['id']})"
 
-A question has `answer`, a select, in the place of `changes`, and its solution returns what it has found. `fresh` fills
-the sentence with what is not in the database: a word of a list of envs/apps.toml, or "phone", "amount", "day", "hour"
-or "level". `me` and `today` are known to every statement and solution that names them. To add a scenario, write
-another one here; tests/test_apps.py says if it is ambiguous or its solution wrong.
+A question has `answer`, a select, in the place of `changes`, and its solution returns what it has found.
+`fresh` fills the sentence with what is not in the database: a word of a list of envs/apps.toml, or "phone",
+"amount", "day", "hour" or "level". `me` and `today` are known to every statement and solution that names
+them. To add a scenario, write another one here; tests/test_apps.py says if it is ambiguous or its solution
+wrong.
 """
 
 import re
@@ -39,8 +41,13 @@ class Scenario(NamedTuple):
 SCENARIOS: list[Scenario] = []
 
 
-def scenario(name, difficulty, apps, sentence, draw="select 1", fresh=None, changes=(), answer=None, challenge=False):
-    """Adds a scenario; the decorated function is its solution. `challenge`: for the split test-challenge only."""
+def scenario(
+    name, difficulty, apps, sentence, draw="select 1", fresh=None, changes=(), answer=None, challenge=False
+):
+    """Adds a scenario; the decorated function is its solution.
+
+    `challenge`: for the split test-challenge only.
+    """
 
     def add(solve):
         statements = [changes] if isinstance(changes, str) else list(changes)
@@ -344,7 +351,8 @@ def _(title):
 
 @scenario(
     "event-free", 3, "calendar", "Cancel all my events on day {day}.",
-    draw="select day from event group by day having count(*) > 1", changes="delete from event where day = :day",
+    draw="select day from event group by day having count(*) > 1",
+    changes="delete from event where day = :day",
 )  # fmt: skip
 def _(day):
     yield f"for e in apis.calendar.day(day={day}): apis.calendar.cancel(id=e['id'])"
@@ -452,7 +460,8 @@ def _(folder):
 
 @scenario(
     "file-move", 3, "files", "Move the file {title} to the folder {folder}.",
-    draw="select title, f.folder from file join (select distinct folder from file) f where f.folder != file.folder",
+    draw="select title, f.folder from file join (select distinct folder from file) f where f.folder != "
+    "file.folder",
     changes="update file set folder = :folder where title = :title",
 )  # fmt: skip
 def _(title, folder):
@@ -585,8 +594,10 @@ for challenge in (False, True):
         changes="update device set level = :level where kind = :kind and room = :room", challenge=challenge,
     )(device_set)  # fmt: skip
     scenario(
-        f"device-copy{suffix}", 3, "{kind}", "Set the {kind} in the {room} to the level of the one in the {other}.",
-        draw="select kind, a.room, b.room as other from device a join device b using (kind) where a.level != b.level",
+        f"device-copy{suffix}", 3, "{kind}",
+        "Set the {kind} in the {room} to the level of the one in the {other}.",
+        draw="select kind, a.room, b.room as other from device a join device b using (kind) where a.level "
+        "!= b.level",
         changes="update device set level = (select level from device where kind = :kind and room = :other) "
                 "where kind = :kind and room = :room", challenge=challenge,
     )(device_copy)  # fmt: skip
@@ -597,7 +608,8 @@ for challenge in (False, True):
 
 @scenario(
     "shop-price", 2, "shop", "What is the price of {product}?",
-    draw="select product from product", answer="select price from product where product = :product", challenge=True,
+    draw="select product from product", answer="select price from product where product = :product",
+    challenge=True,
 )  # fmt: skip
 def _(product):
     yield from read_docs("shop")
@@ -607,7 +619,8 @@ def _(product):
 
 @scenario(
     "shop-stock", 2, "shop", "How many of {product} are in stock?",
-    draw="select product from product", answer="select stock from product where product = :product", challenge=True,
+    draw="select product from product", answer="select stock from product where product = :product",
+    challenge=True,
 )  # fmt: skip
 def _(product):
     yield from read_docs("shop")
@@ -619,7 +632,8 @@ def _(product):
     "shop-buy", 2, "shop", "Buy {product}, {level} of it.",
     draw="select product from product where stock > 9", fresh={"level": "level"},
     changes=["update product set stock = stock - :level where product = :product",
-             "insert into purchase (product, count, state) values (:product, :level, 'open')"], challenge=True,
+             "insert into purchase (product, count, state) values (:product, :level, 'open')"],
+             challenge=True,
 )  # fmt: skip
 def _(product, level):
     yield from read_docs("shop")

@@ -1,27 +1,31 @@
 """AppWorld: do what someone asks for by writing Python that calls the 457 functions of nine everyday apps.
 
-    world = AppWorld(appworld="venv-appworld/bin/appworld", root="FOLDER")     # or in $APPWORLD and $APPWORLD_ROOT
+    world = AppWorld(appworld="venv-appworld/bin/appworld", root="FOLDER")  # or in $APPWORLD, $APPWORLD_ROOT
     observation, info = world.reset(options={"index": 0})
     observation, reward, terminated, truncated, info = world.step("print(apis.supervisor.show_profile())")
 
 The published benchmark (Trivedi et al. 2024, arXiv:2407.18901), on which LOOP was shown (Chen et al. 2025,
 arXiv:2502.01600). envs/apps.py is a small world in its likeness that needs none of what this one does:
 
-    needs        the package `appworld` in a virtual environment of its own, as it pins pydantic 1.10, and its data
+    needs        the package `appworld` in a virtual environment of its own, as it pins pydantic 1.10,
+                 and its data
                      python3 -m venv venv-appworld && venv-appworld/bin/pip install appworld
-                     venv-appworld/bin/appworld install && venv-appworld/bin/appworld download data --root FOLDER
-    an action    Python, of any number of lines; of a text with ``` fences, what stands in them. Variables stay
-    the end      apis.supervisor.complete_task(answer=...), or the turn limit. The state is graded after either
+                     venv-appworld/bin/appworld install
+                     venv-appworld/bin/appworld download data --root FOLDER
+    an action    Python, of any number of lines; of a text with ``` fences, what stands in them.
+                 Variables stay
+    the end      apis.supervisor.complete_task(answer=...), or the turn limit. The state is
+                 graded after either
     the reward   at the end: the share of the task's tests passed, or 1 if all were and else 0
 
-  D1  The package runs in a server process, one a world (`appworld serve environment`): in ours it would stop the
-      clock, replace SystemExit, and hold one world at a time. The server listens on a file in a folder of its own;
-      as published, it runs what anybody on the network sends.
+  D1  The package runs in a server process, one a world (`appworld serve environment`): in ours it would stop
+      the clock, replace SystemExit, and hold one world at a time. The server listens on a file in a folder of
+      its own; as published, it runs what anybody on the network sends.
   D2  A server is replaced after 50 episodes, as each leaves more than a megabyte behind.
   D3  Turns and output are cut by characters; about four make a token.
 
-The code runs in the server, beside tests and answers. The package keeps it from accidents, not from anything that it
-is meant to do: docs/worlds.md says what it can reach.
+The code runs in the server, beside tests and answers. The package keeps it from accidents, not from anything
+that it is meant to do: docs/worlds.md says what it can reach.
 """
 
 import http.client
@@ -46,19 +50,24 @@ from pathlib import Path
 import gymnasium
 
 from envs import Unavailable, WorldBroken
+from envs.apps import habits, whole_scenarios
 from envs.datasets import dialogue
 
 # ------------------------------------------------------------------------- 1. the package and its data
 
 SPLITS = ("train", "dev", "test_normal", "test_challenge")
 INSTALL = (
-    "python3 -m venv venv-appworld && venv-appworld/bin/pip install appworld && venv-appworld/bin/appworld install, "
+    "python3 -m venv venv-appworld && venv-appworld/bin/pip install appworld && venv-appworld/bin/appworld "
+    "install, "
     "then APPWORLD=venv-appworld/bin/appworld"
 )
 
 
 def find_python(appworld: str | Path) -> Path:
-    """The Python that a command `appworld` belongs to. FileNotFoundError if there is none that could run it."""
+    """The Python that a command `appworld` belongs to.
+
+    FileNotFoundError if there is none that could run it.
+    """
     name = str(appworld or os.environ.get("APPWORLD", "appworld"))
     command = Path(shutil.which(name) or name).resolve()
     if not (command.exists() and (command.parent / "python").exists()):
@@ -75,7 +84,9 @@ def find_tasks(data: Path, split: str) -> tuple[tuple[str, ...], tuple[int, ...]
     try:
         lines = (data / "datasets" / f"{split}.txt").read_text(encoding="utf-8").split()
         ids = tuple(line.partition(":")[0] for line in lines)  # an id may have a tag
-        metadata = [(data / "tasks" / id / "ground_truth" / "metadata.json").read_text(encoding="utf-8") for id in ids]
+        metadata = [
+            (data / "tasks" / id / "ground_truth" / "metadata.json").read_text(encoding="utf-8") for id in ids
+        ]
     except OSError as error:
         advice = "`appworld download data --root FOLDER` fetches the data; then APPWORLD_ROOT=FOLDER"
         raise FileNotFoundError(f"there is no {error.filename}; {advice}") from None
@@ -84,12 +95,12 @@ def find_tasks(data: Path, split: str) -> tuple[tuple[str, ...], tuple[int, ...]
 
 # ---------------------------------------------------------------------------------------- 2. the server
 
-# Runs "$@" and reads: its input ends with the process that holds the other end, however that ends. Then the whole
-# group ends, as it does when the server ends, and with it goes $0, the server's folder.
+# Runs "$@" and reads: its input ends with the process that holds the other end, however that ends. Then the
+# whole group ends, as it does when the server ends, and with it goes $0, the server's folder.
 KEEPER = '("$@"; kill -9 0) < /dev/null & read -r _; rm -rf "$0"; kill -9 0'
 
-# The command `appworld`, but that it listens on the file of its last argument (D1), and does not read the secrets of
-# the first .env that it finds in a folder above itself.
+# The command `appworld`, but that it listens on the file of its last argument (D1), and does not read the
+# secrets of the first .env that it finds in a folder above itself.
 START = """
 import sys, dotenv, uvicorn
 serve, path, dotenv.load_dotenv = uvicorn.run, sys.argv.pop(), lambda *_, **__: False
@@ -125,7 +136,10 @@ class Connection(http.client.HTTPConnection):
 
 
 class Server:
-    """A server process with one world, for one thread at a time. All that it writes goes to a folder of its own."""
+    """A server process with one world, for one thread at a time.
+
+    All that it writes goes to a folder of its own.
+    """
 
     def __init__(self, python: Path, data: Path, patience: float):
         self.patience, self.episodes = patience, 0
@@ -158,7 +172,8 @@ class Server:
     def ask(self, path: str, **body) -> object:
         """POSTs a request and returns the "output" of the reply. Raises Broken, also if it takes too long."""
         connection = Connection(self.socket, self.patience)
-        late = threading.Timer(self.patience + 1, connection.hang_up)  # its own patience begins anew with every byte
+        # its own patience begins anew with every byte
+        late = threading.Timer(self.patience + 1, connection.hang_up)
         late.daemon = True
         late.start()
         try:
@@ -167,7 +182,14 @@ class Server:
                 response = connection.getresponse()
                 if response.status == 200:
                     return json.loads(response.read(MAX_REPLY))["output"]
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            LookupError,
+            TypeError,
+            RecursionError,
+        ) as error:
             raise Broken(f"{path}: {type(error).__name__}: {error}") from error
         finally:
             late.cancel()
@@ -197,8 +219,9 @@ def end(process: subprocess.Popen, folder: Path, log) -> None:
 PROMPT = """\
 Supervisor: {first_name} {last_name}, {email}, {phone_number}. Now: {datetime}.
 Task: {instruction}
-Write Python, some lines a turn. Variables stay, and print shows what you want to see. apis.app.call(parameter=value) \
-calls an app, apis.api_docs.show_api_descriptions(app_name='app') lists its calls, \
+Write Python, some lines a turn. Variables stay, and print shows what you want to see. \
+apis.app.call(parameter=value) calls an app, \
+apis.api_docs.show_api_descriptions(app_name='app') lists its calls, \
 apis.api_docs.show_api_doc(app_name='app', api_name='call') explains one, and \
 apis.supervisor.complete_task(answer=None) ends the task.
 {index}
@@ -235,14 +258,14 @@ class AnyText(gymnasium.spaces.Text):
 class AppWorld(gymnasium.Env):
     """The world. An observation is the prompt and all code and output so far, an action is code.
 
-    An action is stripped of blanks at both ends and then cut to `max_action_chars`; it may have several lines.
-    `info["action"]` is what remains. Always:
+    An action is stripped of blanks at both ends and then cut to `max_action_chars`; it may have several
+    lines. `info["action"]` is what remains. Always:
 
         next_observation == observation + info["action"] + "\\n=> " + output + "\\n"
 
-    `info["answer"]` of `reset` is the id of the task. The last info["episode"] has "passed" and "tests" besides.
-    The first reset starts the server. If it breaks or hangs, it is killed and envs.WorldBroken raised: the episode is
-    over, and the next reset starts another.
+    `info["answer"]` of `reset` is the id of the task. The last info["result"] has "passed" and "tests"
+    besides. The first reset starts the server. If it breaks or hangs, it is killed and envs.WorldBroken
+    raised: the episode is over, and the next reset starts another.
     """
 
     id = "appworld"
@@ -301,7 +324,8 @@ class AppWorld(gymnasium.Env):
         about = self.ask("/initialize", dict, experiment_name="turnrl", timeout_seconds=self.timeout)
         index_of_apps = self.ask("/execute", str, code=INDEX).strip()[:10_000]
         try:
-            self.observation = clean(PROMPT.format(index=index_of_apps, **about, **about["supervisor"]))[:20_000]
+            prompt = PROMPT.format(index=index_of_apps, **about, **about["supervisor"])
+            self.observation = clean(prompt)[:20_000]
         except (LookupError, TypeError) as error:
             raise self.broken(f"/initialize: no {error}") from error
         self.over = False
@@ -324,8 +348,8 @@ class AppWorld(gymnasium.Env):
         if terminated or truncated:
             passed, tests = self.evaluate()
             reward = float(passed == tests) if self.reward == "success" else passed / tests
-            info["episode"] = {"return": reward, "length": self.turns, "success": passed == tests}
-            info["episode"] |= {"passed": passed, "tests": tests}
+            info["result"] = {"return": reward, "length": self.turns, "success": passed == tests}
+            info["result"] |= {"passed": passed, "tests": tests}
             self.over = True
         if terminated:  # in the last line, as code can print the same
             output += f"\nTask completed. Your score (min 0.0, max 1.0): {reward:.2f}"
@@ -341,7 +365,8 @@ class AppWorld(gymnasium.Env):
         return len(passes), tests
 
     def ask(self, path: str, kind: type, **body):
-        """What the server says of the present task, an object of the type `kind`: agents' code has run in it."""
+        """What the server says of the present task, an object of the type `kind`:
+        agents' code has run in it."""
         try:
             output = self.server.ask(path, task_id=self.task, **body)
         except Broken as error:
@@ -354,6 +379,13 @@ class AppWorld(gymnasium.Env):
         """The error to raise; there is no server any more."""
         self.close()
         return WorldBroken(f"appworld, {self.task}: {reason}")
+
+    def goals(self, solved: dict[int, bool]) -> dict[str, float]:
+        """Of tasks by index, solved or not: the share of scenarios of which all tasks were (SGC)."""
+        whole = whole_scenarios(self.scenarios, solved)
+        return {"scenarios": sum(whole) / len(whole)} if whole else {}
+
+    habits = staticmethod(habits)
 
     def close(self) -> None:
         """Ends the server."""
@@ -369,7 +401,8 @@ class AppWorld(gymnasium.Env):
         return {"expert": self.expert, "random": random_player}
 
     def expert(self, observation: str, rng: random.Random | None = None) -> str:
-        """The package's own solution in one turn; where it has none, as in the splits for tests, nothing is done."""
+        """The package's own solution in one turn; where it has none, as in the splits for tests,
+        nothing is done."""
         file = self.data / "tasks" / self.task / "ground_truth" / "compiled_solution.py"
         if not file.exists():
             return "apis.supervisor.complete_task()"
@@ -379,7 +412,9 @@ class AppWorld(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues of the expert about tasks of the split train."""
         rng = random.Random(seed)
-        world = AppWorld(self.python.with_name("appworld"), self.data.parent, reward=self.reward, timeout=self.timeout)
+        world = AppWorld(
+            self.python.with_name("appworld"), self.data.parent, reward=self.reward, timeout=self.timeout
+        )
         try:
             return [dialogue(world, world.expert, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
         finally:

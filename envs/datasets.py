@@ -3,13 +3,17 @@
     dialogues, notes = envs.datasets.read_dialogues("data.json")       # notes say what was skipped and why
     dialogues = envs.datasets.make_dialogues(world, 5000, 0, "random=0.7,scripted=0.3")
 
-A dialogue is a dict of n "actions" and "rewards", n + 1 "observations", the last being what the world said at the end,
-"terminated" (if false, the time limit ended it) and "answer". Files that are read:
+What a dialogue is stands at the top of envs/__init__.py. Files that are read: two of the authors of ArCHer,
+and two that runs write, a dialogue a line:
 
-    [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": [...]}, ...]              Twenty Questions, ArCHer
-    [{"conversation": ["Is it in Asia? Yes.", ...], "done": bool, "word": "city,country"}]    Guess My City, ArCHer
-    {"observations": [...], "actions": [...], ...}                  a line each: a run's dataset.jsonl or replay.jsonl
-    {"start": "...", "turns": [{"action": "...", "reply": "...", "reward": -1.0}, ...]}          a run's rollouts.jsonl
+    [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": ["dog"]}, ...]       Twenty Questions
+    [{"conversation": ["Is it old? No.", ...], "done": bool, "word": "lima,peru"}, ...]  Guess My City
+    {"observations": [...], "actions": [...], ...}                                       dataset.jsonl
+    {"start": "...", "turns": [{"action": "", "reply": "", "reward": -1.0}, ...]}        rollouts.jsonl
+
+A success is what the file says: "correct", "done" or, in the last two, "success". Where one of these two does
+not say it, a dialogue that the world has ended counts as one: true of the guessing games, not of worlds that
+can end badly. The last two may have "imitate", too.
 """
 
 import json
@@ -25,7 +29,8 @@ KEYS = {"observations": list, "actions": list, "rewards": list, "terminated": bo
 
 
 def dialogue(world, player, rng: random.Random, index: int | None = None, seed: int | None = None) -> dict:
-    """One episode of a scripted player, `player(observation, rng) -> action`; its return, too."""
+    """One episode of a scripted player, `player(observation, rng) -> action`; "return" and "truncated",
+    too."""
     observation, info = world.reset(seed=seed, options={} if index is None else {"index": index})
     made = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
     terminated = truncated = False
@@ -34,14 +39,17 @@ def dialogue(world, player, rng: random.Random, index: int | None = None, seed: 
         made["observations"].append(observation)
         made["actions"].append(info["action"])
         made["rewards"].append(reward)
-    return made | {"terminated": terminated, "truncated": truncated, "return": info["episode"]["return"]}
+    result = info["result"]
+    made |= {"terminated": terminated, "truncated": truncated, "success": result["success"]}
+    return made | {"return": result["return"]}
 
 
 def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
     """`n` dialogues about tasks drawn evenly, by players drawn by their shares.
 
-    "random=0.7,scripted=0.3" draws a player for each turn: one player of middling skill. "random=0.7/scripted=0.3"
-    draws one for each dialogue: good players and bad ones. Raises ValueError for a mix that is neither.
+    "random=0.7,scripted=0.3" draws a player for each turn: one player of middling skill.
+    "random=0.7/scripted=0.3" draws one for each dialogue: good players and bad ones. Raises ValueError for a
+    mix that is neither.
     """
     shares = {}
     if "/" in mix and "," in mix:
@@ -55,7 +63,9 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
         try:
             shares[name] = float(share or 1)
         except ValueError:
-            raise ValueError(f"{mix!r}: {share!r} is no number; write it as random=0.7,scripted=0.3") from None
+            raise ValueError(
+                f"{mix!r}: {share!r} is no number; write it as random=0.7,scripted=0.3"
+            ) from None
     if min(shares.values()) < 0 or not 0 < sum(shares.values()) < float("inf"):
         raise ValueError(f"{mix!r}: the shares must be positive numbers")
     rng, made = random.Random(seed), []
@@ -76,12 +86,14 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
 def read_dialogues(
     path: str, append_only: bool = True, max_chars: int = 200, max_history: int = 6000
 ) -> tuple[list[dict], list[str]]:
-    """The dialogues of a file in any of the formats above, and a note on each kind of record that was left out.
+    """The dialogues of a file in any of the formats above,
+    and a note on each kind of record that was left out.
 
-    Left out is what no world would write: an action of several lines or of more than `max_chars` characters, a history
-    of more than `max_history`; of the authors' files also what has more than 20 turns, a line that is no question and
-    answer, or an answer that asks back. `append_only` says whether a reply in rollouts.jsonl adds to the observation
-    before it or takes its place. Raises ValueError with the number, from 0, and the field of a malformed record.
+    Left out is what no world would write: an action of several lines or of more than `max_chars` characters,
+    a history of more than `max_history`; of the authors' files also what has more than 20 turns, a line that
+    is no question and answer, or an answer that asks back. `append_only` says whether a reply in
+    rollouts.jsonl adds to the observation before it or takes its place. Raises ValueError with the number,
+    from 0, and the field of a malformed record.
     """
     records, where = [], ""
     try:
@@ -101,7 +113,8 @@ def read_dialogues(
     for n, record in enumerate(records):
         try:
             made, why, repairs = read_record(record, append_only)
-            json.dumps(made, ensure_ascii=False).encode()  # half a surrogate pair is no text: nobody could save it
+            # half a surrogate pair is no text: nobody could save it
+            json.dumps(made, ensure_ascii=False).encode()
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}: record {n}, {error}") from None
         if made and max(map(len, made["actions"])) > max_chars:
@@ -135,9 +148,11 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
         for key, kind in {"observations": str, "actions": str, "rewards": float}.items():
             if not all(isinstance(x, kind) or (kind is float and type(x) is int) for x in record[key]):
                 raise ValueError(f'field "{key}": each must be a {kind.__name__}')
-        made = {key: record[key] for key in KEYS} | {"rewards": [float(reward) for reward in record["rewards"]]}
+        made = {key: record[key] for key in KEYS} | {
+            "rewards": [float(reward) for reward in record["rewards"]]
+        }
         follow(made, append_only)
-        return made, "", 0
+        return made | said_besides(record, n), "", 0
     if "turns" in record:
         check(record, {"start": str, "turns": list, "terminated": bool, "answer": str})
         made = {"observations": [record["start"]], "actions": [], "rewards": []}
@@ -148,7 +163,8 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
             made["actions"].append(turn["action"])
             made["rewards"].append(float(turn["reward"]))
         follow(made, append_only)
-        return made | {"terminated": record["terminated"], "answer": record["answer"]}, "", 0
+        made |= {"terminated": record["terminated"], "answer": record["answer"]}
+        return made | said_besides(record, len(record["turns"])), "", 0
     if "conversation" in record:
         check(record, {"conversation": list, "done": bool, "word": str})
         if not all(isinstance(line, str) for line in record["conversation"]):
@@ -160,6 +176,16 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
     if not all(isinstance(name, str) and name for name in record["word"]):
         raise ValueError('field "word": each must be a name')
     return from_lines(record["lines"], record["correct"], record["word"][0])
+
+
+def said_besides(record: dict, n: int) -> dict:
+    """The success of a dialogue of n turns and, if the record has it, which actions are to be imitated."""
+    success, imitate = record.get("success", record["terminated"]), record.get("imitate", [True] * n)
+    if not isinstance(success, bool):
+        raise ValueError('field "success": must be a bool')
+    if not isinstance(imitate, list) or len(imitate) != n or not all(type(x) is bool for x in imitate):
+        raise ValueError(f'field "imitate": must be {n} bools, one for each action')
+    return {"success": success} | ({"imitate": imitate} if "imitate" in record else {})
 
 
 def check(record: dict, fields: dict[str, type]) -> None:
@@ -186,8 +212,8 @@ def follow(made: dict, append_only: bool) -> None:
 def from_lines(lines: list[str], success: bool, answer: str) -> tuple[dict | None, str, int]:
     """A dialogue from lines "question? answer"; -1 for each question but the right guess that ends it.
 
-    The data of Guess My City was made by a chat model: some questions stand behind a paragraph about what comes next,
-    and some answers ask back or repeat the question, after which nobody knows what was asked.
+    The data of Guess My City was made by a chat model: some questions stand behind a paragraph about what
+    comes next, and some answers ask back or repeat the question, after which nobody knows what was asked.
     """
     observations, actions, mended = [START], [], 0
     if len(lines) > MAX_TURNS:
@@ -208,4 +234,4 @@ def from_lines(lines: list[str], success: bool, answer: str) -> tuple[dict | Non
         observations.append(f"{observations[-1]}{question} {' '.join(reply.split())}\n")
     rewards = [-1.0] * (len(actions) - 1) + [success - 1.0]
     made = {"observations": observations, "actions": actions, "rewards": rewards}
-    return made | {"terminated": success, "answer": answer}, "", mended
+    return made | {"terminated": success, "success": success, "answer": answer}, "", mended

@@ -9,20 +9,22 @@
     Taken. [Your score has just gone up by ten points.]
     Actions: east, west, north, put paper down
 
-Matt Barringer's game, ported to the Z-machine by Stuart Moore in 2000, as Zhou et al. 2024 (arXiv:2402.19446) play it
-with Jericho (Hausknecht et al. 2020, arXiv:1909.05398). An observation has the surroundings, the inventory, what the
-last action did, and the available actions; the reward is the change of the game's score, from 10 to 360 at best.
+Matt Barringer's game, ported to the Z-machine by Stuart Moore in 2000, as Zhou et al. 2024 (arXiv:2402.19446)
+play it with Jericho (Hausknecht et al. 2020, arXiv:1909.05398). An observation has the surroundings, the
+inventory, what the last action did, and the available actions; the reward is the change of the game's score,
+from 10 to 360 at best.
 
-    needs        jericho (`pip install jericho`: Linux, gcc, make; GPL-2) and a copy of detective.z5 of your own. No
-                 text of the game is in this file. Without them: mini-detective, a mystery of our own
+    needs        jericho (`pip install jericho`: Linux, gcc, make; GPL-2) and a copy of detective.z5 of your
+                 own. No text of the game is in this file. Without them: mini-detective, a mystery of our own
     tasks        one, always the same: nothing in the game is left to chance
     ends         the arrest, a death (eight places one should not enter; it costs nothing), or 60 turns
     success      the arrest, with or without all points
 
-  D1  What is not listed is answered "Illegal Action.", changes nothing and costs a turn. The authors' code gives any
-      text to the game: `matching="paper"`, except for what would leave or bend the game (`Story.blocked`).
-  D2  Jericho finds the things that an action may be about with a spaCy model; we take the last word of their names,
-      and try nothing with two things that one carries. In this game that finds the same.
+  D1  What is not listed is answered "Illegal Action.", changes nothing and costs a turn. The authors' code
+      gives any text to the game: `matching="paper"`, except for what would leave or bend the game
+      (`Story.blocked`).
+  D2  Jericho finds the things that an action may be about with a spaCy model; we take the last word of their
+      names, and try nothing with two things that one carries. In this game that finds the same.
   D3  Feedback does not repeat the surroundings, which the game describes again when one enters a room.
 """
 
@@ -89,12 +91,14 @@ class Story:
     def __init__(self, path: Path):
         import jericho  # here, so that the file can be imported without it
 
-        self.util = importlib.import_module("jericho.util")  # `jericho.util` may be ctypes', if that came first
+        # `jericho.util` may be ctypes', if that came first
+        self.util = importlib.import_module("jericho.util")
         self.game = jericho.FrotzEnv(str(path))
         dictionary = self.game.get_dictionary()
-        self.words = {entry.word for entry in dictionary}  # cut to nine letters, as the game cuts what it reads
-        # Save, restore, quit, script, help; and the author's own for testing, one of which leads straight to the
-        # culprit. "note" shows footnotes, but is a thing to take, too.
+        # cut to nine letters, as the game cuts what it reads
+        self.words = {entry.word for entry in dictionary}
+        # Save, restore, quit, script, help; and the author's own for testing, one of which leads straight to
+        # the culprit. "note" shows footnotes, but is a thing to take, too.
         self.blocked = TAKE_BACK | {entry.word for entry in dictionary if entry.is_meta} - {"note"}
         self.cache: dict[tuple[str, str], tuple[str, ...]] = {}
         said, info = self.game.reset()
@@ -123,13 +127,17 @@ class Story:
         return said.replace(after.surroundings, "").strip(), after  # D3
 
     def at(self, state: tuple, score: int) -> Moment:
-        """The state in words. To look around takes a turn of the game, so it is done in a copy of the state."""
+        """The state in words.
+
+        To look around takes a turn of the game, so it is done in a copy of the state.
+        """
         return Moment(state, self.say(state, "look"), self.say(state, "inventory"), score)
 
     def actions(self, moment: Moment) -> tuple[str, ...]:
         """The available actions. To find them takes 0.03 to 0.1 seconds, so they are kept.
 
-        Which there are can be seen: the same room, with the same things in it and in one's hands, has the same ones.
+        Which there are can be seen: the same room, with the same things in it and in one's hands, has the
+        same ones.
         """
         seen = moment.surroundings, moment.inventory
         if seen not in self.cache:
@@ -183,17 +191,19 @@ class AnyText(gymnasium.spaces.Text):
 
 
 class Detective(gymnasium.Env):
-    """The world. An action is one of those that the last line of the observation lists, in small letters or capitals.
+    """The world. An action is one of those that the last line of the observation lists,
+    in small letters or capitals.
 
     It is cut at its first newline, stripped of blanks at both ends and then cut to `max_action_chars`;
-    `info["action"]` is what remains. `info["episode"]` has the game's `score` besides the `return`, which is less by
-    the 10 points that one starts with. All worlds of a process play in one interpreter: no threads.
+    `info["action"]` is what remains. `info["result"]` has the game's `score` besides the `return`, which is
+    less by the 10 points that one starts with. All worlds of a process play in one interpreter: no threads.
     """
 
     id = "detective"
     num_tasks = 1
     max_turns = 60
-    max_action_chars = 100  # the interpreter cuts at 198 bytes, within a letter of more than one byte if need be
+    # the interpreter cuts at 198 bytes, within a letter of more than one byte if need be
+    max_action_chars = 100
     append_only = False
     demonstration_env = "detective"
     best_return = 350.0
@@ -232,7 +242,9 @@ class Detective(gymnasium.Env):
         goes = self.matching == "paper" and not self.story.is_blocked(action)  # D1
         if goes or action.lower() in self.available():
             # A backslash is an order to the interpreter, which may wait for ever for the rest of it.
-            feedback, self.moment = self.story.play(self.moment, re.sub(r"[^\w .,'?!-]", "?", action, flags=re.ASCII))
+            feedback, self.moment = self.story.play(
+                self.moment, re.sub(r"[^\w .,'?!-]", "?", action, flags=re.ASCII)
+            )
         self.turns += 1
         terminated = bool(self.moment.end)
         truncated = not terminated and self.turns == self.max_turns
@@ -241,15 +253,16 @@ class Detective(gymnasium.Env):
         info = {"action": action}
         if self.over:
             gained = float(self.moment.score - self.story.start.score)
-            info["episode"] = {"return": gained, "length": self.turns, "success": self.moment.end == "won"}
-            info["episode"]["score"] = self.moment.score
+            info["result"] = {"return": gained, "length": self.turns, "success": self.moment.end == "won"}
+            info["result"]["score"] = self.moment.score
         return self.observe(feedback), float(self.moment.score - before.score), terminated, truncated, info
 
     def available(self) -> tuple[str, ...]:
         return () if self.over else self.story.actions(self.moment)
 
     def observe(self, feedback: str) -> str:
-        """The moment in words, with what the last action did; of a game that has ended there is nothing else."""
+        """The moment in words, with what the last action did;
+        of a game that has ended there is nothing else."""
         lines = [self.moment.surroundings, self.moment.inventory, feedback]
         return "\n".join([*filter(None, lines), f"Actions: {', '.join(self.available()) or 'none'}\n"])
 
@@ -261,7 +274,8 @@ class Detective(gymnasium.Env):
     def demonstrations(self, n: int, seed: int, illegal: float = 0.02) -> list[dict]:
         """`n` dialogues of the random player, as in the paper.
 
-        The share `illegal` of its actions are ways that are not listed, so that a learner sees what follows on that.
+        The share `illegal` of its actions are ways that are not listed, so that a learner sees what follows
+        on that.
         """
         world, rng = Detective(self.rom), random.Random(seed)
 
@@ -306,15 +320,17 @@ def scripted(observation: str, rng: random.Random) -> str:
 def walkthrough(rom: Path) -> dict[str, str]:
     """Observation -> available action, along Jericho's walkthrough (51 commands).
 
-    It commands in words that are not listed: we take the listed action with the same effect, and leave a command out
-    that has none. Nothing in an observation tells where one has been before. So where the way leads back to one at
-    which something else was to be done, we put something down first, and the observation shows that.
+    It commands in words that are not listed: we take the listed action with the same effect, and leave a
+    command out that has none. Nothing in an observation tells where one has been before. So where the way
+    leads back to one at which something else was to be done, we put something down first, and the observation
+    shows that.
     """
     world, actions = Detective(rom), {}
     observation, _ = world.reset()
 
     def effect(command: str) -> tuple:
-        return world.story.play(world.moment, command)[1][1:]  # all but the state, in which the turns are counted
+        # all but the state, in which the turns are counted
+        return world.story.play(world.moment, command)[1][1:]
 
     for command in world.story.game.get_walkthrough():
         todo = [action for action in world.available() if effect(action) == effect(command)]

@@ -3,18 +3,19 @@
     world = GuessMyCity()
     observation, info = world.reset(seed=0)                         # "Questions:\n"
     observation, reward, terminated, truncated, info = world.step("Is your city in Asia?")
-                                                                    # "Questions:\nIs your city in Asia? No.\n"
+                                                        # "Questions:\nIs your city in Asia? No.\n"
 
-The game of LMRL Gym (Abdulhai et al. 2023, arXiv:2311.18232) as ArCHer plays it (Zhou et al. 2024, arXiv:2402.19446):
-100 cities, 20 questions, reward -1 a question and 0 for the right guess. Unlike in Twenty Questions any question may
-be asked, "What do people eat there?" too. An answer that names the city becomes "I cannot answer that question."
+The game of LMRL Gym (Abdulhai et al. 2023, arXiv:2311.18232) as ArCHer plays it (Zhou et al. 2024,
+arXiv:2402.19446): 100 cities, 20 questions, reward -1 a question and 0 for the right guess. Unlike in Twenty
+Questions any question may be asked, "What do people eat there?" too. An answer that names the city becomes "I
+cannot answer that question."
 
-  D1  The answers come from a table of facts (guess_my_city.toml) instead of a flan-t5-small, so that the game needs
-      no model. `oracle=<folder>` brings the model back.
-  D2  The table answers yes/no questions with "Yes." and "No.", and open ones in a sentence that at least three cities
-      share: the authors' model names sights and rivers, and then one question is enough.
-  D3  A guess is right when the whole question names the city. The authors' code looks for the name anywhere in the
-      question, so that "What is the climate like?" wins Lima. `matching="paper"` restores that.
+  D1  The answers come from a table of facts (guess_my_city.toml) instead of a flan-t5-small, so that the game
+      needs no model. `oracle=<folder>` brings the model back.
+  D2  The table answers yes/no questions with "Yes." and "No.", and open ones in a sentence that at least
+      three cities share: the authors' model names sights and rivers, and then one question is enough.
+  D3  A guess is right when the whole question names the city. The authors' code looks for the name anywhere
+      in the question, so that "What is the climate like?" wins Lima. `matching="paper"` restores that.
   D4  What is no question at all is answered "Invalid Question.", as in Twenty Questions.
 
 This file and its .toml are all there is to it; they need gymnasium and nothing else.
@@ -49,7 +50,9 @@ def fold(text: str) -> str:
     >>> fold("Is it  Xi'an, or SÃO PAULO?")
     'is it xian or sao paulo'
     """
-    plain = unicodedata.normalize("NFKD", text[:400]).encode("ascii", "ignore").decode().lower().replace("'", "")
+    plain = (
+        unicodedata.normalize("NFKD", text[:400]).encode("ascii", "ignore").decode().lower().replace("'", "")
+    )
     return " ".join(re.sub(r"[^a-z0-9.]|\.(?!\d)", " ", plain).split())
 
 
@@ -58,7 +61,8 @@ COUNTRIES = FACTS["countries"]
 # A city has what its country has, except other names, regions and borders: the country's are not its own.
 ENTRIES = {
     city: {
-        key: COUNTRIES[entry["country"]][key] for key in ("continents", "languages", "religions", "cooking", "dishes")
+        key: COUNTRIES[entry["country"]][key]
+        for key in ("continents", "languages", "religions", "cooking", "dishes")
     }
     | entry
     for city, entry in FACTS["cities"].items()
@@ -134,7 +138,8 @@ LANDSCAPES = {
 
 
 def fact_on(topic: str, city: str) -> str:
-    """What the sentence of a topic says of `city`; nothing where the sentence has no gap or the facts none."""
+    """What the sentence of a topic says of `city`; nothing where the sentence has no gap
+    or the facts none."""
     entry, traits = ENTRIES[city], traits_of(city)
     match topic:
         case "language":
@@ -143,7 +148,8 @@ def fact_on(topic: str, city: str) -> str:
             return "".join(entry["religions"][:1])
         case "population":
             return next(
-                (say for most, say in MILLIONS.items() if entry["millions"] < most), "More than 7 million people"
+                (say for most, say in MILLIONS.items() if entry["millions"] < most),
+                "More than 7 million people",
             )
         case "river":
             return "A river" if "river" in traits else "No large river"
@@ -190,7 +196,8 @@ def whole(pattern: str) -> re.Pattern:
 
 
 class Question(NamedTuple):
-    """What a question says: the cities of which it is true, the city it guesses, or the topic of an open question.
+    """What a question says: the cities of which it is true, the city it guesses,
+    or the topic of an open question.
 
     The topic "unknown" stands for a good question on which the table has nothing.
     """
@@ -220,7 +227,9 @@ EVERYWHERE = {stem(word) for word in FACTS["words"]["everywhere"].split()}
 @lru_cache
 def trait_bits(name: str, said: str = "") -> int:
     """The cities that have a trait, or have it not: "-island"; what was said of it does not matter."""
-    return ALL & ~trait_bits(name[1:]) if name.startswith("-") else where(lambda city: name in traits_of(city))
+    return (
+        ALL & ~trait_bits(name[1:]) if name.startswith("-") else where(lambda city: name in traits_of(city))
+    )
 
 
 def one_of(phrases: Iterable[str]) -> re.Pattern:
@@ -228,10 +237,12 @@ def one_of(phrases: Iterable[str]) -> re.Pattern:
     return whole("|".join(sorted(map(re.escape, phrases), key=len, reverse=True)))
 
 
-# Phrases and the cities of which they are true. Those of no city are here so that they are not taken for others: the
-# Black Sea is no coast in general.
+# Phrases and the cities of which they are true. Those of no city are here so that they are not taken for
+# others: the Black Sea is no coast in general.
 PLACES = index(places_of)
-for place in [place for place in PLACES if place.split()[0] in ("north", "south", "east", "west", "southeast")]:
+for place in [
+    place for place in PLACES if place.split()[0] in ("north", "south", "east", "west", "southeast")
+]:
     PLACES[place.replace(" ", "ern ", 1)] = PLACES[place]  # "western africa"
 PLACES |= dict.fromkeys(["antarctica", "scandinavia", "central africa", "southern africa"], 0) | PLACES
 PARTS = {"central": where(lambda city: part_of(city) == "central")}
@@ -252,18 +263,23 @@ LANGUAGES = index(lambda city: map(fold, ENTRIES[city]["languages"]))
 LANGUAGES |= {"farsi": LANGUAGES["persian"], "tagalog": LANGUAGES["filipino"]}
 RELIGIONS = index(lambda city: map(fold, ENTRIES[city]["religions"]))
 RELIGIONS |= dict.fromkeys(("christian", "christians"), RELIGIONS["christianity"])
-RELIGIONS |= {"muslim": RELIGIONS["islam"], "hindu": RELIGIONS["hinduism"], "catholic": RELIGIONS["catholicism"]}
+RELIGIONS |= {
+    "muslim": RELIGIONS["islam"],
+    "hindu": RELIGIONS["hinduism"],
+    "catholic": RELIGIONS["catholicism"],
+}
 RELIGIONS |= {"buddhist": RELIGIONS["buddhism"], "judaism": 0, "jewish": 0}
 CLIMATES = index(lambda city: FACTS["climates"][ENTRIES[city]["climate"]])
 
 BIT_OF = {name: BIT[city] for name, city in NAMES.items()}
 
 WEATHER = (
-    "climate|weather|season|winter|summer|snow|rain|^(is|does) (it|your city|your hometown)( get)?( very)? [a-z]+$"
+    "climate|weather|season|winter|summer|snow|rain|^(is|does) (it|your city|your hometown)( get)?( "
+    "very)? [a-z]+$"
 )
 
-# (what the question must also say for these to be meant, a pattern, of which cities its match is true), in the order
-# in which they are taken out of the question
+# (what the question must also say for these to be meant, a pattern, of which cities its match is true), in
+# the order in which they are taken out of the question
 GROUPS = [
     ("", one_of(SEAS), SEAS.get),
     ("", one_of(PLACES), PLACES.get),
@@ -276,7 +292,11 @@ GROUPS = [
         one_of(BIT_OF),
         BIT_OF.get,
     ),
-    (r"\b(parts?|regions?|side|half|located|situated|lies?|in the|coast|country)\b", one_of(PARTS), PARTS.get),
+    (
+        r"\b(parts?|regions?|side|half|located|situated|lies?|in the|coast|country)\b",
+        one_of(PARTS),
+        PARTS.get,
+    ),
 ]
 REGIONS = one_of(fold(region) for city in CITIES for region in ENTRIES[city].get("regions", []))
 BORDERS = index(
@@ -298,7 +318,8 @@ def words_of(city: str) -> set[str]:
 
 WORDS = index(words_of)
 
-# What chat models put before a question; "can you tell me if" leaves a yes/no question: "your city is in Asia".
+# What chat models put before a question; "can you tell me if" leaves a yes/no question: "your city is in
+# Asia".
 PREAMBLE = re.compile(
     r"(?:based on .*?(?= (?:can you|what|is your|is the city|does your|are there) ) )?"
     r"(?:(?:next |my |final )*question )?(?:\d+ )?"
@@ -313,14 +334,16 @@ OPEN = re.compile(
 # "is it ...", "is the city you are from ...": what stands behind it may be a name.
 SUBJECT = re.compile(
     r"(?:(?:is|are|was|could|might|would|do|did) )?"
-    r"(?:it|this|(?:the name of )?(?:your|the|this) (?:city|hometown|home town|town|place|answer)(?: name)?|you)"
+    r"(?:it|this|(?:the name of )?(?:your|the|this) (?:city|hometown|home town|town|place|answer)(?: "
+    r"name)?|you)"
     r"(?: (?:where|you|youre|are|were|be|called|named|perhaps|the city of"
     r"|(?:from|live|lived|come|came|born|grew up)(?: in)?))*"
     r" (?:located )?(.+)"
 )
 SPELLING = re.compile(r"\b(names?|letters?|rhymes?|vowels?|spell|spelled|spelling|syllables?)\b")
 NEGATION = re.compile(r"\b(not|isnt|arent|doesnt|dont|hasnt|cant|never)\b(?<!or not)")
-# A question without these is about where the city lies or what it is called: unknown words in it are other places.
+# A question without these is about where the city lies or what it is called: unknown words in it are other
+# places.
 KNOWN_FOR = re.compile(
     r"\b(known|famous|famed|renowned|popular|home|has|have|there|host|hosts|hosting|associated|one)\b"
 )
@@ -330,7 +353,10 @@ LARGEST = re.compile(
     r"\b(one of the )?(second |third )?(most populous|largest|biggest)( city| cities)?( in population)?\b"
 )
 # Provinces, states and islands that are not in the table: "the province of Henan", "Hyogo Prefecture".
-UNIT = "state|province|prefecture|department|governorate|county|region|district|islands?|peninsula|republic|delta"
+UNIT = (
+    "state|province|prefecture|department|governorate|county|region|district|"
+    "islands?|peninsula|republic|delta"
+)
 ELSEWHERE = re.compile(
     rf"\b(?:{UNIT}) of (?:the )?([a-z]+)"
     rf"|\b(?!(?:the|a|an|its|this|same|your|certain)\b)([a-z]+) (?!state|republic)(?:{UNIT})\b"
@@ -341,7 +367,8 @@ def rank(city: str) -> int:
     """1 for the largest of the cities of its country that are in the table."""
     mine = ENTRIES[city]
     return 1 + sum(
-        other["country"] == mine["country"] and other["millions"] > mine["millions"] for other in ENTRIES.values()
+        other["country"] == mine["country"] and other["millions"] > mine["millions"]
+        for other in ENTRIES.values()
     )
 
 
@@ -371,19 +398,25 @@ def parse(question: str) -> Question | None:
 
 
 def guess_in(text: str) -> str | None:
-    """The city that a folded question guesses: nothing but its name, and where that is, stands behind the subject."""
+    """The city that a folded question guesses: nothing but its name, and where that is,
+    stands behind the subject."""
     subject = SUBJECT.match(text)
     words = subject[1].split() if subject else []
     for n in range(min(len(words), 5), 0, -1):
         city = NAMES.get(" ".join(words[:n]))
         if city:
-            rest = re.sub(rf"\b(?:{'|'.join(sorted(TAILS[city], key=len, reverse=True))})\b", "", " ".join(words[n:]))
+            rest = re.sub(
+                rf"\b(?:{'|'.join(sorted(TAILS[city], key=len, reverse=True))})\b", "", " ".join(words[n:])
+            )
             return None if rest.strip() else city
     return None
 
 
 TAILS = {
-    city: [re.escape(place) for place in [*places_of(city), fold(listed(city).split(", ")[1]), "city", "in", "the"]]
+    city: [
+        re.escape(place)
+        for place in [*places_of(city), fold(listed(city).split(", ")[1]), "city", "in", "the"]
+    ]
     for city in CITIES
 }
 
@@ -455,12 +488,20 @@ def has(key: str) -> Callable[[str], list[str]]:
 def named_places(city: str) -> list[str]:
     """As `places_of`, in the spelling of the table, and the country under one name."""
     country = COUNTRIES[ENTRIES[city]["country"]]
-    return [*has("continents")(city), *country.get("regions", []), ENTRIES[city]["country"], *has("regions")(city)]
+    return [
+        *has("continents")(city),
+        *country.get("regions", []),
+        ENTRIES[city]["country"],
+        *has("regions")(city),
+    ]
 
 
 WORDINGS = [
     ("Is your city in {}?", named_places),
-    ("Is your city in the {} of its country?", lambda city: re.findall("north|south|east|west", part_of(city))),
+    (
+        "Is your city in the {} of its country?",
+        lambda city: re.findall("north|south|east|west", part_of(city)),
+    ),
     ("Is your city on the {}?", has("seas")),
     ("Is {} spoken in your city?", has("languages")),
     ("Is {} the main religion of your city?", has("religions")),
@@ -487,7 +528,8 @@ ASKED = [
 ]
 ASKED += [row["ask"] for row in [*FACTS["traits"], *FACTS["topics"].values()] if "ask" in row]
 QUESTIONS = {ask: groups_of(ask) for ask in dict.fromkeys(ASKED)}
-QUESTIONS = {ask: groups for ask, groups in QUESTIONS.items() if ALL not in groups}  # which has one answer for all
+# which has one answer for all
+QUESTIONS = {ask: groups for ask, groups in QUESTIONS.items() if ALL not in groups}
 
 
 def is_closed(ask: str) -> bool:
@@ -521,11 +563,12 @@ def model_oracle(folder: str) -> Callable[[str, str], str]:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        options = {"local_files_only": True, "output_loading_info": True}
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
         model, found = AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
         if found["missing_keys"]:
-            raise ValueError(f"no weights for {min(found['missing_keys'])}")  # else they would be drawn at random
+            # else they would be drawn at random
+            raise ValueError(f"no weights for {min(found['missing_keys'])}")
     except Exception as error:  # what a folder can hold has no end, nor have the errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FileNotFoundError(f"the oracle {folder} cannot be loaded ({reason}); {advice}") from error
@@ -566,7 +609,8 @@ def is_right_strict(city: str, question: str) -> bool:
 
 
 def is_right_paper(city: str, question: str) -> bool:
-    """The name of the city, as the paper's list spells it, stands anywhere in the question, as in the authors' code."""
+    """The name of the city, as the paper's list spells it, stands anywhere in the question,
+    as in the authors' code."""
     return city.lower() in question.lower()
 
 
@@ -606,9 +650,9 @@ class GuessMyCity(gymnasium.Env):
     max_action_chars = 200
     append_only = True
     demonstration_env = "guess-my-city"
-    # Mean returns over the cities, with strict matching. `best_return` is a bound: what the best player would reach if
-    # every question told apart as many groups of cities as the best does. With yes/no questions alone the bound is
-    # -6.08, and the player `closed` reaches it.
+    # Mean returns over the cities, with strict matching. `best_return` is a bound: what the best player would
+    # reach if every question told apart as many groups of cities as the best does. With yes/no questions
+    # alone the bound is -6.08, and the player `closed` reaches it.
     best_return = -196 / 100
     expert_return = -266 / 100
 
@@ -618,7 +662,9 @@ class GuessMyCity(gymnasium.Env):
         self.options = {"oracle": oracle, "matching": matching}
         self.is_right = MATCHING[matching]
         self.oracle = table_oracle if oracle is None else model_oracle(str(oracle))
-        self.observation_space = AnyText(len(START) + self.max_turns * (self.max_action_chars + MAX_ANSWER_CHARS + 2))
+        self.observation_space = AnyText(
+            len(START) + self.max_turns * (self.max_action_chars + MAX_ANSWER_CHARS + 2)
+        )
         self.action_space = AnyText(self.max_action_chars)
         self.over = True  # until the first reset
 
@@ -658,7 +704,7 @@ class GuessMyCity(gymnasium.Env):
 
         info = {"action": question}
         if self.over:
-            info["episode"] = {"return": self.total, "length": self.turns, "success": terminated}
+            info["result"] = {"return": self.total, "length": self.turns, "success": terminated}
         return self.observation, reward, terminated, truncated, info
 
     @property
@@ -711,17 +757,24 @@ def guess_of(city: str) -> str:
 
 
 def scripted(
-    observation: str, rng: random.Random, broad: int = 25, guess: float = 0.6, open: float = 0.4, garbled: float = 0.04
+    observation: str,
+    rng: random.Random,
+    broad: int = 25,
+    guess: float = 0.6,
+    open: float = 0.4,
+    garbled: float = 0.04,
 ) -> str:
-    """Asks without a plan and guesses too early, yet never what it could know: the player of the demonstrations.
+    """Asks without a plan and guesses too early, yet never what it could know:
+    the player of the demonstrations.
 
-    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). The few broad questions are
-    those whose answers a small model can come to know; with broad=8, open=0.05 it knew too little to learn from.
+    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). The few broad questions
+    are those whose answers a small model can come to know; with broad=8, open=0.05 it knew too little to
+    learn from.
 
     Draws any yes/no question whose answer is still open and that is true of at least `broad` cities, with the
-    probability `open` an open question instead, or guesses any city still possible: with the probability `guess`, and
-    always when at most two are left or no question is. The share `garbled` of its questions comes out wrong, so that a
-    learner sees how a dialogue goes on after "Invalid Question."
+    probability `open` an open question instead, or guesses any city still possible: with the probability
+    `guess`, and always when at most two are left or no question is. The share `garbled` of its questions
+    comes out wrong, so that a learner sees how a dialogue goes on after "Invalid Question."
     """
     left = candidates(observation)
     undecided = [ask for ask, yes in broad_questions(broad) if 0 < left & yes < left]
@@ -743,12 +796,15 @@ def broad_questions(least: int) -> list[tuple[str, int]]:
 def open_questions(left: int) -> list[str]:
     """The open questions that have more than one answer for the cities of a set."""
     return [
-        ask for ask, groups in QUESTIONS.items() if not is_closed(ask) and all(left & group != left for group in groups)
+        ask
+        for ask, groups in QUESTIONS.items()
+        if not is_closed(ask) and all(left & group != left for group in groups)
     ]
 
 
 def forgetful(observation: str, rng: random.Random, **knobs) -> str:
-    """Plays every turn as `scripted` plays the first: what it asks is sensible, were it not for what it knows."""
+    """Plays every turn as `scripted` plays the first: what it asks is sensible,
+    were it not for what it knows."""
     return scripted(START, rng, **knobs)
 
 
@@ -772,7 +828,8 @@ def garble(question: str, rng: random.Random) -> str:
 
 
 def expert(observation: str, rng: random.Random | None = None) -> str:
-    """Asks what leaves the fewest cities on average, open questions too, and guesses from two on; `rng` is not used."""
+    """Asks what leaves the fewest cities on average, open questions too, and guesses from two on;
+    `rng` is not used."""
     return best_question(candidates(observation), tuple(QUESTIONS))
 
 

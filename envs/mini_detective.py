@@ -10,19 +10,20 @@
     You go east.
     Actions: west, search stove, accuse cook
 
-It stands in for Detective, the Z-machine game that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446), where there is
-no copy of that game. What a policy sees has the same parts: surroundings, inventory, what the last action did, and
-the list of available actions. Anything else is answered "Illegal Action." and costs a turn; there are 60. The reward
-is the change of the score. The story is ours and stands in mini_detective.toml, for a reader to change.
+It stands in for Detective, the Z-machine game that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446), where
+there is no copy of that game. What a policy sees has the same parts: surroundings, inventory, what the last
+action did, and the list of available actions. Anything else is answered "Illegal Action." and costs a turn;
+there are 60. The reward is the change of the score. The story is ours and stands in mini_detective.toml, for
+a reader to change.
 
     a task       a thief and a hiding place: 6 x 4 = 24. Nothing but the clues differs between them
     the score    20 at best: things 1 each, clues 2 each, the ruby 4, the right accusation 8
-    dead ends    a wrong accusation costs 5 and ends the game; who searches a wrong place warns the thief, and the
-                 ruby is lost; who cleans the case or rakes the earth destroys a clue
+    dead ends    a wrong accusation costs 5 and ends the game; who searches a wrong place warns the thief, and
+                 the ruby is lost; who cleans the case or rakes the earth destroys a clue
     success      the right accusation, with or without the rest
 
-An observation holds all there is to know of the past, except how many turns are gone: the notebook keeps what was
-read and what was lost. So the players below, like a policy, see the last observation and nothing else.
+An observation holds all there is to know of the past, except how many turns are gone: the notebook keeps what
+was read and what was lost. So the players below, like a policy, see the last observation and nothing else.
 
 This file and its .toml are all there is to it; they need gymnasium and nothing else.
 """
@@ -90,7 +91,8 @@ ACTIONS = sorted({deed.action for deeds in DEEDS.values() for deed in deeds})
 
 @lru_cache(maxsize=100_000)
 def available(room: str, events: frozenset) -> dict[str, Deed]:
-    """What can be done now, by the action that does it. It is the same in all tasks: the list gives nothing away.
+    """What can be done now, by the action that does it. It is the same in all tasks:
+    the list gives nothing away.
 
     >>> list(available("kitchen", frozenset()))
     ['west', 'search stove', 'accuse cook']
@@ -133,7 +135,9 @@ def surroundings(room: str, events: frozenset) -> str:
     for other in ROOMS[room]["exits"].values():
         if "needs" in ROOMS[other] and ROOMS[other]["needs"] not in events:
             said.append(ROOMS[other]["closed"])
-    said += [f"A {name} lies here." for name, row in THINGS.items() if row["room"] == room and name not in events]
+    said += [
+        f"A {name} lies here." for name, row in THINGS.items() if row["room"] == room and name not in events
+    ]
     for name, row in CLUES.items():
         if row["room"] == room and not events & {name, f"no {name}"}:
             said.append(row["sight"])
@@ -147,7 +151,11 @@ def looks(person: str) -> str:
     >>> looks("cook")
     'red hair, slippers'
     """
-    notes = [row["note"] for row in CLUES.values() if any(f"{{{trait}}}" in row["note"] for trait in TRAITS[person])]
+    notes = [
+        row["note"]
+        for row in CLUES.values()
+        if any(f"{{{trait}}}" in row["note"] for trait in TRAITS[person])
+    ]
     return ", ".join(note.format(**TRAITS[person]) for note in notes)
 
 
@@ -175,11 +183,12 @@ class AnyText(gymnasium.spaces.Text):
 
 
 class MiniDetective(gymnasium.Env):
-    """The world. An observation is the state in five lines, an action is one of those that its last line lists.
+    """The world. An observation is the state in five lines,
+    an action is one of those that its last line lists.
 
     An action is cut at its first newline, stripped of blanks at both ends and then cut to `max_action_chars`;
-    `info["action"]` is what remains. It may be written in capitals. Every text that is not listed, the empty one
-    too, is illegal: it changes nothing and costs a turn. No text of an action gets into an observation.
+    `info["action"]` is what remains. It may be written in capitals. Every text that is not listed, the empty
+    one too, is illegal: it changes nothing and costs a turn. No text of an action gets into an observation.
     """
 
     id = "mini-detective"
@@ -235,7 +244,7 @@ class MiniDetective(gymnasium.Env):
 
         info = {"action": action}
         if self.over:
-            info["episode"] = {"return": self.total, "length": self.turns, "success": event == "arrest"}
+            info["result"] = {"return": self.total, "length": self.turns, "success": event == "arrest"}
         observation = self.observe(f"{feedback} ({points:+d})" if points else feedback)
         return observation, float(points), terminated, truncated, info
 
@@ -302,12 +311,15 @@ def random_player(observation: str, rng: random.Random) -> str:
     return rng.choice(read(observation).actions)
 
 
-def scripted(observation: str, rng: random.Random, early: float = 0.05, sure: float = 0.3, busy: float = 0.8) -> str:
+def scripted(
+    observation: str, rng: random.Random, early: float = 0.05, sure: float = 0.3, busy: float = 0.8
+) -> str:
     """Wanders about without a plan, and sometimes accuses too early.
 
-    Where it meets the thief, it accuses: always with the ruby in its pocket, with the probability `sure` without it.
-    Anybody else whom the notes leave possible it accuses with the probability `early`. It searches where the letter
-    says and nowhere else, takes and reads what it finds with the probability `busy`, and goes anywhere otherwise.
+    Where it meets the thief, it accuses: always with the ruby in its pocket, with the probability `sure`
+    without it. Anybody else whom the notes leave possible it accuses with the probability `early`. It
+    searches where the letter says and nowhere else, takes and reads what it finds with the probability
+    `busy`, and goes anywhere otherwise.
     """
     room, events, tasks, actions = read(observation)
     deeds = [available(room, events)[action] for action in actions]
@@ -323,20 +335,26 @@ def scripted(observation: str, rng: random.Random, early: float = 0.05, sure: fl
     return rng.choice(useful if useful and rng.random() < busy else ways)
 
 
-def mixed(observation: str, rng: random.Random, randomly: float = 0.15, illegal: float = 0.02, **knobs) -> str:
-    """The player of the demonstrations: `scripted`, but in the share `randomly` of the turns any available action.
+def mixed(
+    observation: str, rng: random.Random, randomly: float = 0.15, illegal: float = 0.02, **knobs
+) -> str:
+    """The player of the demonstrations: `scripted`, but in the share `randomly`
+    of the turns any available action.
 
-    The share `illegal` of its actions are actions of the game that are not available, so that a learner sees how the
-    game goes on after "Illegal Action."
+    The share `illegal` of its actions are actions of the game that are not available, so that a learner sees
+    how the game goes on after "Illegal Action."
     """
     draw = rng.random()
     if draw < illegal:
         return rng.choice([action for action in ACTIONS if action not in read(observation).actions])
-    return random_player(observation, rng) if draw < illegal + randomly else scripted(observation, rng, **knobs)
+    return (
+        random_player(observation, rng) if draw < illegal + randomly else scripted(observation, rng, **knobs)
+    )
 
 
 def expert(observation: str, rng: random.Random | None = None) -> str:
-    """The play of most points and, among those, of fewest steps on average over the tasks; `rng` is not used."""
+    """The play of most points and, among those, of fewest steps on average over the tasks;
+    `rng` is not used."""
     room, events, tasks, actions = read(observation)
     _, where, action = plan(room, events, tasks)
     if not action:  # nothing is left that is worth its risk: it walks until the time is up
@@ -346,10 +364,11 @@ def expert(observation: str, rng: random.Random | None = None) -> str:
 
 @lru_cache(maxsize=100_000)
 def plan(room: str, events: frozenset, tasks: frozenset) -> tuple[tuple[int, int], str, str]:
-    """The best to come, (points, -steps) summed over the `tasks` still possible, and the next deed: where and what.
+    """The best to come, (points, -steps) summed over the `tasks` still possible, and the next deed:
+    where and what.
 
-    Between two deeds it walks the shortest way, so that only the deeds are tried, every one in every order. "" is to
-    do nothing more, which earns nothing.
+    Between two deeds it walks the shortest way, so that only the deeds are tried, every one in every order.
+    "" is to do nothing more, which earns nothing.
     """
     best = (0, 0), room, ""
     for where, (steps, _) in routes(room, events).items():

@@ -1,12 +1,25 @@
-"""Play a world yourself: python -m envs.play twenty-questions [--index N] [--option matching=paper] [--show-answer]"""
+"""Play a world in the terminal, or let an agent play.
+
+python -m envs.play twenty-questions                            # you play
+python -m envs.play mini-detective --agent runs/RUN             # an agent does: a run's, or any causal
+                                                                # language model in a folder
+python -m envs.play twenty-questions --agent runs/RUN --greedy  # it asks, you think of a word and answer
+"""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import gymnasium.error
 
 import envs
+
+QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
+
+# What plays: a function of the observations and the actions of a dialogue, which returns the next action.
+Player = Callable[[list[str], list[str]], str]
 
 
 def typed(multiline: bool) -> str:
@@ -17,57 +30,162 @@ def typed(multiline: bool) -> str:
     return "\n".join(lines)
 
 
-def play(world, observation: str) -> dict:
-    """One episode in the terminal, from the first observation on; returns its summary."""
+def play(world, observation: str, player: Player) -> dict:
+    """One episode in the terminal, from the first observation on; returns its result."""
     print(observation, end="")
+    observations, actions = [observation], []
     terminated = truncated = False
     while not (terminated or truncated):
-        before = observation
-        observation, _, terminated, truncated, info = world.step(typed(getattr(world, "multiline", False)))
-        print(envs.replies([before, observation], [info["action"]])[0].strip())
-    return info["episode"]
+        observation, _, terminated, truncated, info = world.step(player(observations, actions))
+        observations.append(observation)
+        actions.append(info["action"])
+        print(envs.replies(observations[-2:], actions[-1:])[0].strip())
+    return info["result"]
 
 
-def answer(ask: Callable[[str], str], observation: str, turns: int) -> None:
-    """The other way round: `ask`, an agent, makes a question of each observation, and you answer it."""
-    print("Think of one of its words. Answer y (yes), n (no) or ? (no such question); c (correct) ends the game.")
+def answer(player: Player, turns: int) -> None:
+    """The other way round: the player, an agent, asks and you answer."""
+    print("Think of one of its words. y is yes, n no, ? no such question; c, correct, ends the game.")
+    observations, actions = [QUESTIONS], []
     for _ in range(turns):
+        actions.append(player(observations, actions))
+        reply = input("Answer: ")[:1].lower()
+        if reply == "c":
+            return
+        said = {"y": "Yes.", "n": "No."}.get(reply, "Invalid Question.")
+        observations.append(f"{observations[-1]}{actions[-1]} {said}\n")
+
+
+# ------------------------------------------------------------------------------------ an agent
+
+
+class Agent:
+    """A causal language model in a folder, and its tokenizer: writes what follows on a dialogue.
+
+    Raises ValueError if it cannot be loaded, and for a dialogue that is longer than its context.
+    """
+
+    def __init__(self, folder: str, append_only: bool, greedy: bool, seed: int | None):
+        import torch  # here, so that a person can play without them
+        import transformers
+
+        source = Path(folder, "actor") if Path(folder, "actor").is_dir() else Path(folder)
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        known = {"local_files_only": True, "trust_remote_code": False}
         try:
-            typed = input(f"{(question := ask(observation))} ")[:1].lower()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if typed == "c":
-            return
-        reply = {"y": "Yes.", "n": "No."}.get(typed, "Invalid Question.")
-        observation += f"{question} {reply}\n"
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(source, **known)
+            self.model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                source, output_loading_info=True, **known
+            )
+            if report["missing_keys"] or self.tokenizer.eos_token is None:
+                raise ValueError("weights or the end token are missing")
+        except Exception as error:  # what a folder can hold has no end, nor have the errors
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"{folder} is no folder of a causal language model: {reason}") from error
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.torch, self.append_only, self.greedy = torch, append_only, greedy
+        self.before, self.between, self.behind = chat_pieces(self.tokenizer)
+
+    def ids(self, observations: list[str], actions: list[str]) -> list[int]:
+        """The tokens of the prompt. Each piece is tokenised by itself, and a turn ends with the end token."""
+        if not self.append_only:
+            observations, actions = observations[-1:], []
+        ids = self.encode(self.before + observations[0] + self.behind)
+        for action, reply in zip(actions, envs.replies(observations, actions), strict=True):
+            ids += [*self.encode(action), self.tokenizer.eos_token_id]
+            ids += self.encode(self.between + reply + self.behind)
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def write(self, observations: list[str], actions: list[str], max_tokens: int) -> str:
+        """The next action: drawn from the model or, if greedy, the likeliest token each time."""
+        prompt = self.torch.tensor([self.ids(observations, actions)])
+        context = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        room = context - prompt.shape[1]
+        if room < 1:
+            raise ValueError(f"the dialogue has outgrown the agent's context of {context} tokens")
+        how = (
+            {"do_sample": False}
+            if self.greedy
+            else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        )
+        written = self.model.generate(
+            prompt,
+            attention_mask=self.torch.ones_like(prompt),
+            max_new_tokens=min(room, max_tokens),
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.eos_token_id,
+            **how,
+        )
+        return self.tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)
+
+
+def chat_pieces(tokenizer) -> tuple[str, str, str]:
+    """What a chat template puts before a prompt, between the end of a turn and the reply, and behind both."""
+    if not tokenizer.chat_template:
+        return "", "", ""
+    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    before, _, between, behind = re.split("<[012]>", text)
+    return before, between.removeprefix(tokenizer.eos_token), behind
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def player_of(args: argparse.Namespace, world) -> Player:
+    """A person or, with --agent, a model whose actions are printed."""
+    if not args.agent:
+        return lambda observations, actions: typed(getattr(world, "multiline", False))
+    agent = Agent(args.agent, world.append_only, args.greedy, args.seed)
+
+    def player(observations: list[str], actions: list[str]) -> str:
+        action = agent.write(observations, actions, max_tokens=world.max_action_chars)
+        action = (action if getattr(world, "multiline", False) else action.split("\n")[0]).strip()
+        print(f"> {action}", flush=True)
+        return action
+
+    return player
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m envs.play", description="Play a world yourself.")
+    parser = argparse.ArgumentParser(
+        prog="python -m envs.play", description="Play a world, or let an agent play."
+    )
     parser.add_argument("id", help="one of: " + ", ".join(envs.ENVS))
     parser.add_argument("--index", type=int, help="number of the task; drawn if not given")
-    parser.add_argument("--seed", type=int, help="seed of that draw")
-    about = "an option of the world, as in envs.make: oracle=FOLDER, matching=paper; may be repeated"
+    parser.add_argument("--seed", type=int, help="seed of that draw, and of the agent's")
+    about = "options of the world, as in envs.make: oracle=FOLDER,matching=paper; may be repeated"
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help=about)
     parser.add_argument("--show-answer", action="store_true", help="say what is hidden before the first turn")
+    parser.add_argument(
+        "--agent", metavar="FOLDER", help="a run, or a Hugging Face causal language model, plays"
+    )
+    parser.add_argument("--greedy", action="store_true", help="the agent writes its likeliest tokens")
     args = parser.parse_args()
     try:
-        world = envs.make(args.id, **dict(option.partition("=")[::2] for option in args.option))
-        observation, info = world.reset(seed=args.seed, options={} if args.index is None else {"index": args.index})
-    except (ValueError, envs.Unavailable, gymnasium.error.Error) as error:
+        world = envs.make(args.id, **envs.options(",".join(args.option)))
+        task = {} if args.index is None else {"index": args.index}
+        observation, info = world.reset(seed=args.seed, options=task)
+        player = player_of(args, world)
+        if args.agent and observation == QUESTIONS:
+            answer(player, world.max_turns)
+            return 0
+        if args.show_answer:
+            print(f"(hidden: {info['answer']})")
+        result = play(world, observation, player)
+    except (ValueError, envs.Unavailable, envs.WorldBroken, gymnasium.error.Error) as error:
         print(error, file=sys.stderr)
         return 2
-
-    answer = info["answer"]
-    if args.show_answer:
-        print(f"(hidden: {answer})")
-    try:
-        episode = play(world, observation)
     except (EOFError, KeyboardInterrupt):
-        print(f"\nGoodbye. It was: {answer}")
+        print("\nGoodbye." if args.agent else f"\nGoodbye. It was: {info['answer']}")
         return 0
-    print("Solved." if episode["success"] else f"Not solved. It was: {answer}")
-    print(f"{episode['length']} turns, return {episode['return']:g}")
+    print("Solved." if result["success"] else f"Not solved. It was: {info['answer']}")
+    print(f"{result['length']} turns, return {result['return']:g}")
     return 0
 
 

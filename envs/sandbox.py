@@ -1,4 +1,5 @@
-"""A Python for code that nobody trusts: each sandbox runs it in a child process, whose calls this process answers.
+"""A Python for code that nobody trusts: each sandbox runs it in a child process,
+whose calls this process answers.
 
     def answer(name, kwargs):                     # runs here; name and kwargs are whatever the code has sent
         if name != "add":
@@ -9,10 +10,11 @@
         sandbox.run("x = apis.add(a=1, b=2)", answer)         # ""
         sandbox.run("x + 1", answer)                          # "4": variables stay from turn to turn
 
-The code shares nothing with this process but a line of text, and so this file has to be right about one thing: every
-line that comes may have been written by the code itself. At worst it is a call with any arguments, which the code could
-have made anyway, or it says what the code has printed. envs/sandbox_child.py is the other end, and says what confines
-the code there. It is no container: read docs/worlds.md before you give it to people rather than to language models.
+The code shares nothing with this process but a line of text, and so this file has to be right about one
+thing: every line that comes may have been written by the code itself. At worst it is a call with any
+arguments, which the code could have made anyway, or it says what the code has printed. envs/sandbox_child.py
+is the other end, and says what confines the code there. It is no container: read docs/worlds.md before you
+give it to people rather than to language models.
 
 Linux and macOS; a sandbox belongs to one thread at a time, but different ones may run in different threads.
 """
@@ -52,8 +54,8 @@ class Finished(Exception):
 class Sandbox:
     """A Python that keeps its variables until `close`; it starts with the first turn and may be used again.
 
-    `seconds` of CPU time end a turn with an error; `max_output` characters are kept of what a turn prints. `names`,
-    the calls that there are, need not be given: `apis` here takes any name and `answer` refuses it.
+    `seconds` of CPU time end a turn with an error; `max_output` characters are kept of what a turn prints.
+    `names`, the calls that there are, need not be given: `apis` here takes any name and `answer` refuses it.
     """
 
     def __init__(self, seconds: float = 1.0, max_output: int = 1000, names: tuple[str, ...] = ()):
@@ -70,10 +72,11 @@ class Sandbox:
         self.close()
 
     def run(self, code: str, answer: Callable[[str, dict], object]) -> str:
-        """What the code prints, with the value of a last line that is an expression; "" if `answer` raised Finished.
+        """What the code prints, with the value of a last line that is an expression;
+        "" if `answer` raised Finished.
 
-        A child that breaks, or is broken by its code, is replaced, and what is returned says so. Raises OSError only
-        if no child can be had at all.
+        A child that breaks, or is broken by its code, is replaced, and what is returned says so. Raises
+        OSError only if no child can be had at all.
         """
         if call := plain_call(code):
             try:
@@ -123,7 +126,8 @@ class Sandbox:
         return self.shown(output)
 
     def shown(self, output: str) -> str:
-        """The output as the agent gets it: cut, encodable, without addresses, which differ from run to run."""
+        """The output as the agent gets it: cut, encodable, without addresses,
+        which differ from run to run."""
         output = output[: self.max_output].encode("utf-8", "replace").decode("utf-8")
         return re.sub(r" at 0x[0-9a-f]+", "", output)
 
@@ -158,7 +162,10 @@ class Sandbox:
         self.line.sendall(json.dumps(message).encode("ascii") + b"\n")
 
     def receive(self) -> dict:
-        """One line from the child. Raises OSError, and ValueError or RecursionError for what is not a JSON object."""
+        """One line from the child.
+
+        Raises OSError, and ValueError or RecursionError for what is not a JSON object.
+        """
         while (end := self.received.find(b"\n")) < 0:
             if len(self.received) > MAX_LINE:
                 raise ValueError("it sent a line without end")
@@ -187,13 +194,17 @@ class Sandbox:
 WORD = r"[A-Za-z]\w{0,50}"
 VALUE = r"(?:0|-?[1-9]\d{0,15}|'[^'\\\x00-\x1f\ud800-\udfff]*'|None)"
 ARGUMENT = re.compile(f"({WORD})=({VALUE})", re.ASCII)
-PLAIN = re.compile(rf"apis\.({WORD}(?:\.{WORD}){{0,5}})\(((?:{WORD}={VALUE}(?:, ?{WORD}={VALUE})*)?)\)", re.ASCII)
+PLAIN = re.compile(
+    rf"apis\.({WORD}(?:\.{WORD}){{0,5}})\(((?:{WORD}={VALUE}(?:, ?{WORD}={VALUE})*)?)\)", re.ASCII
+)
 
 
 def plain_call(code: str) -> tuple[str, dict] | None:
-    """Name and arguments of code that is one call with plain arguments and nothing else; None for any other code.
+    """Name and arguments of code that is one call with plain arguments and nothing else;
+    None for any other code.
 
-    It could do no more than is done here without a process, a hundred times faster: most turns of small models.
+    It could do no more than is done here without a process, a hundred times faster: most turns of small
+    models.
 
     >>> plain_call("apis.mail.find(sender='Ada', page=2)"), plain_call("apis.mail.find(sender=name)")
     (('mail.find', {'sender': 'Ada', 'page': 2}), None)
@@ -209,17 +220,21 @@ def plain_call(code: str) -> tuple[str, dict] | None:
 
 
 def read_value(text: str) -> int | str | None:
-    """What a plain value stands for. Not by `ast`: CPython 3.11's fails now and then when several threads parse."""
+    """What a plain value stands for.
+
+    Not by `ast`: CPython 3.11's fails now and then when several threads parse.
+    """
     if text == "None":
         return None
     return text[1:-1] if text[0] == "'" else int(text)
 
 
 class Zygote:
-    """The process from which children are forked: 3 ms of CPU time each instead of 40, and most of their memory shared.
+    """The process from which children are forked: 3 ms of CPU time each instead of 40,
+    and most of their memory shared.
 
-    It is a Python of its own, not a fork of this one, so that it may be started before or after torch or threads are.
-    Raises OSError if it does not start.
+    It is a Python of its own, not a fork of this one, so that it may be started before or after torch or
+    threads are. Raises OSError if it does not start.
     """
 
     def __init__(self, seconds: float, max_output: int):
@@ -250,7 +265,8 @@ class Zygote:
 
     def kill(self, number: int) -> None:
         if self.owner == os.getpid():  # a fork of this process has only copies
-            with self.lock, suppress(OSError):  # without a zygote its child is left to the clock of the kernel
+            # without a zygote its child is left to the clock of the kernel
+            with self.lock, suppress(OSError):
                 self.line.sendall(b"kill %d\n" % number)
 
     def has_died(self) -> bool:

@@ -1,21 +1,22 @@
 """The far end of envs/sandbox.py: where an agent's code is executed. Started by it, never imported.
 
     zygote    one of it. It loads what agents may import, forgets what could do harm, and forks when asked to
-    child     runs the code of one agent, turn after turn, and keeps its variables. Its only open descriptor is the
-              line to the host, and it holds no data: `apis.app.call(...)` asks the host
+    child     runs the code of one agent, turn after turn, and keeps its variables. Its only open descriptor
+              is the line to the host, and it holds no data: `apis.app.call(...)` asks the host
 
-On the line are JSON objects, each on a line of its own. The host says {"run": code, "turn": n}; the child asks
-{"call": "app.call", "kwargs": {...}} and is told {"result": ...} or {"error": "..."}, any number of times, and ends
-the turn with {"done": n, "output": "..."}. Before the first turn it says {"pid": its process, "number": n}, where n is
-the zygote's number of it.
+On the line are JSON objects, each on a line of its own. The host says {"run": code, "turn": n}; the child
+asks {"call": "app.call", "kwargs": {...}} and is told {"result": ...} or {"error": "..."}, any number of
+times, and ends the turn with {"done": n, "output": "..."}. Before the first turn it says {"pid": its process,
+"number": n}, where n is the zygote's number of it.
 
 Three walls, each enough for what an agent is likely to try:
 
-    Python    functions that reach the system are deleted from all modules, `import` finds what is loaded already, and
-              an audit hook refuses every event that ordinary code does not cause: files, frames, code objects, ...
-    system    no second descriptor, process or thread; little memory and time; on Linux no file can be changed and no
-              process be reached but its like; as root also an empty root folder and a user of its own. This holds for
-              native code, too
+    Python    functions that reach the system are deleted from all modules, `import` finds what is loaded
+              already, and an audit hook refuses every event that ordinary code does not cause: files, frames,
+              code objects, ...
+    system    no second descriptor, process or thread; little memory and time; on Linux no file can be changed
+              and no process be reached but its like; as root also an empty root folder and a user of its own.
+              This holds for native code, too
     host      believes nothing that comes along the line (envs/sandbox.py)
 """
 
@@ -36,12 +37,15 @@ from _ast import PyCF_ONLY_AST as PARSE
 from builtins import compile, eval, exec, len, repr, type  # ours, whatever agents make of theirs
 from contextlib import suppress
 
-# What agents may import: all of it is loaded before the first child exists, and nothing can be loaded afterwards.
+# What agents may import: all of it is loaded before the first child exists, and nothing can be loaded
+# afterwards.
 MODULES = [
-    "ast", "bisect", "collections", "collections.abc", "copy", "datetime", "functools", "heapq", "itertools", "json",
+    "ast", "bisect", "collections", "collections.abc", "copy", "datetime", "functools", "heapq", "itertools",
+    "json",
     "math", "operator", "random", "re", "string", "textwrap", "time",
 ]  # fmt: skip
-# The functions of these modules are deleted wherever a loaded module holds them, except for the harmless ones named.
+# The functions of these modules are deleted wherever a loaded module holds them, except for the harmless ones
+# named.
 REACHING = {
     "posix": "fspath",
     "io": "",
@@ -56,22 +60,26 @@ REACHING = {
     "marshal": "",
     "resource": "",
     "_locale": "",
-    "time": "asctime ctime gmtime localtime mktime monotonic perf_counter process_time strftime strptime time time_ns",
+    "time": "asctime ctime gmtime localtime mktime monotonic perf_counter process_time strftime strptime "
+    "time time_ns",
 }
 # Audit events of ordinary code and of ours, see https://docs.python.org/3/library/audit_events.html
 ORDINARY = frozenset(["compile", "exec", "builtins.id", "sys.unraisablehook", "resource.setrlimit"])
 NOBODY = 65534  # the user and the group of that name, also where they have no name
-USERS = 3_000_000_000  # from here on users and groups whom nobody is: a child is this plus the number of its process
+# from here on users and groups whom nobody is: a child is this plus the number of its process
+USERS = 3_000_000_000
 MAX_LINE = 100_000  # bytes of a line to the host, which reads no longer ones
 
 # ------------------------------------------------------------------------------------- 1. the zygote
 
 
 def lock_in() -> None:
-    """Landlock, for good, for this process and all that come from it: they change no file, connect nowhere by TCP, and
-    trace or signal no process but each other. Linux has the first from 5.13 on, TCP from 6.7 and signals from 6.12 on.
+    """Landlock, for good, for this process and all that come from it: they change no file, connect nowhere by
+    TCP, and trace or signal no process but each other. Linux has the first from 5.13 on, TCP from 6.7 and
+    signals from 6.12 on.
 
-    What a kernel does not know is left out: it is one wall of several. Source: docs.kernel.org/userspace-api/landlock
+    What a kernel does not know is left out: it is one wall of several. Source:
+    docs.kernel.org/userspace-api/landlock
     """
     import ctypes  # agents' code could do much with it; the process in which that runs never has it
     import struct
@@ -80,17 +88,23 @@ def lock_in() -> None:
     create, restrict = 444, 446  # system calls, of the same numbers on all processors
     version = libc.syscall(create, None, 0, 1)
     if version >= 1:
-        last = {1: 12, 2: 13}.get(version, 14)  # 1 is to write, 4 to 12 to remove and make, 13 to move, 14 to cut off
+        # 1 is to write, 4 to 12 to remove and make, 13 to move, 14 to cut off
+        last = {1: 12, 2: 13}.get(version, 14)
         rules = struct.pack("QQQ", sum(1 << right for right in (1, *range(4, last + 1))), 0b11, 0b11)
         rules = rules[: 8 if version < 4 else 16 if version < 6 else 24]
         ruleset = libc.syscall(create, rules, ctypes.c_size_t(len(rules)), 0)
-        libc.prctl(38, 1, 0, 0, 0)  # programs bring no rights with them; without this, only root may do what follows
+        # programs bring no rights with them; without this, only root may do what follows
+        libc.prctl(38, 1, 0, 0, 0)
         libc.syscall(restrict, ruleset, 0)
 
 
 def system_calls() -> types.SimpleNamespace:
-    """What `zygote` needs of that which reaches the system, for it to hold while the modules forget the rest."""
-    names = "fork kill waitpid _exit write getpid getuid chroot dup2 close closerange setgroups setgid setuid setrlimit"
+    """What `zygote` needs of that which reaches the system,
+    for it to hold while the modules forget the rest."""
+    names = (
+        "fork kill waitpid _exit write getpid getuid chroot dup2 close closerange setgroups setgid "
+        "setuid setrlimit"
+    )
     known = vars(posix) | vars(resource)
     limits = [name for name in known if name.startswith("RLIMIT_")]
     return types.SimpleNamespace(**{name: known[name] for name in [*names.split(), "WNOHANG", *limits]})
@@ -107,8 +121,8 @@ def load() -> None:
 def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int, cpu_seconds: int) -> None:
     """Obeys the host: "fork", which comes with a descriptor, and "kill PID". Returns in children only.
 
-    `system` is held by this frame and by no other, and a child leaves it; `kept` are the functions that a child needs.
-    `memory` in bytes and `cpu_seconds` bound each child.
+    `system` is held by this frame and by no other, and a child leaves it; `kept` are the functions that a
+    child needs. `memory` in bytes and `cpu_seconds` bound each child.
     """
     line = _socket.socket(fileno=control)
     if system.getuid() == 0:
@@ -148,7 +162,8 @@ def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int,
 
 
 def drop_root(system: types.SimpleNamespace) -> None:
-    """Becomes a user of its own, or where the system has no such numbers "nobody"; some containers allow neither."""
+    """Becomes a user of its own, or where the system has no such numbers "nobody";
+    some containers allow neither."""
     with suppress(OSError):
         system.setgroups([])
     for user in (USERS + system.getpid(), NOBODY):
@@ -197,7 +212,8 @@ def forget(system: types.SimpleNamespace, kept: list) -> None:
 
     mine = [value for value in vars(system).values() if reaches_out(value)] + kept
     functions = [thing for thing in get_objects() if reaches_out(thing)]
-    for holder in get_referrers(*functions):  # the dicts of modules, the interpreter's copies of them, sets in os
+    # the dicts of modules, the interpreter's copies of them, sets in os
+    for holder in get_referrers(*functions):
         if type(holder) is dict and holder is not vars(system):
             for name in [name for name, value in holder.items() if reaches_out(value)]:
                 del holder[name]
@@ -215,7 +231,10 @@ def forget(system: types.SimpleNamespace, kept: list) -> None:
 
 
 def refuse(event, args, ordinary=ORDINARY, denied=PermissionError, absent=ImportError):
-    """The audit hook. All it needs is in its arguments, out of reach: its globals can be changed by the agent."""
+    """The audit hook.
+
+    All it needs is in its arguments, out of reach: its globals can be changed by the agent.
+    """
     if event not in ordinary:
         if event == "import":
             raise absent(f"there is no module {args[0]} here")
@@ -230,7 +249,8 @@ class ApiError(Exception):
 
 
 class Names:
-    """`apis` and all that hangs on it: attributes make up the name of a call, and calling it asks the host."""
+    """`apis` and all that hangs on it: attributes make up the name of a call,
+    and calling it asks the host."""
 
     def __init__(self, ask, name: str = ""):
         self._ask, self._name = ask, name
@@ -265,7 +285,9 @@ class Output:
         """Nothing is held back."""
 
 
-def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seconds: float, max_output: int) -> None:
+def serve(
+    read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seconds: float, max_output: int
+) -> None:
     """The life of a child: reads a turn, runs it, answers, until the host is gone."""
     received, asking = bytearray(), []
 
@@ -298,7 +320,8 @@ def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seco
         return reply["result"]
 
     def alarm(*_):
-        # Not between a question and its answer, which the next question would take for its own. It rings again.
+        # Not between a question and its answer, which the next question would take for its own. It rings
+        # again.
         if not asking:
             raise TimeoutError(f"the code ran for more than {seconds:g} s")
 
@@ -310,8 +333,8 @@ def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seco
             """The answer to a call that the code has made behind our back."""
         variables["apis"] = apis  # whatever the last turn has made of it
         output = sys.stdout = sys.stderr = new_output(max_output)
-        # Two clocks of CPU time: an alarm, which leaves the variables as they are, and for code that swallows it or
-        # that does not come back to Python the kernel, which ends the process.
+        # Two clocks of CPU time: an alarm, which leaves the variables as they are, and for code that swallows
+        # it or that does not come back to Python the kernel, which ends the process.
         set_limit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, cpu_seconds))
         set_timer(_signal.ITIMER_PROF, seconds, 0.1)
         execute(message["run"], variables, output)
@@ -320,7 +343,8 @@ def serve(read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seco
 
 
 def run(code: str, variables: dict, output: Output) -> None:
-    """Runs the code. The value of a last line that is an expression is shown, as in a notebook; an error in one line.
+    """Runs the code. The value of a last line that is an expression is shown, as in a notebook;
+    an error in one line.
 
     An error whose own text goes wrong is raised, and ends the child.
     """
@@ -346,11 +370,12 @@ def main() -> None:
     if sys.platform == "linux" and not is_locked_in:
         with suppress(ImportError, OSError, AttributeError):  # not every Python has ctypes
             lock_in()
-        os.execv(sys.executable, [*sys.orig_argv, "locked in"])  # a new Python, which has never heard of ctypes
+        # a new Python, which has never heard of ctypes
+        os.execv(sys.executable, [*sys.orig_argv, "locked in"])
     load()
     warnings.simplefilter("ignore")
-    # What a child needs to the end. Agents' code that gets hold of these can talk to the host, which it may, and can
-    # stop its own clocks, which leaves the host's.
+    # What a child needs to the end. Agents' code that gets hold of these can talk to the host, which it may,
+    # and can stop its own clocks, which leaves the host's.
     kept = [posix.read, posix.write, _signal.setitimer, _signal.signal, resource.setrlimit, posix._exit]
     kept.append(sys.addaudithook)
     zygote(system_calls(), kept, int(control), int(memory), int(cpu_seconds))

@@ -1,10 +1,12 @@
-"""A stricter sandbox, with the interface of envs/sandbox.py: the interpreter Monty of the package pydantic-monty.
+"""A stricter sandbox, with the interface of envs/sandbox.py:
+the interpreter Monty of the package pydantic-monty.
 
     world = envs.make("apps", sandbox="monty")              # pip install pydantic-monty
 
-Monty is a Python written anew in Rust, in which there is nothing that could reach the system: no file, no frame, no
-module but its own. It runs in processes of its own, too. The price is that it is not all of Python (classes cannot
-inherit, errors of calls are a plain Exception) and that names of calls must be known beforehand.
+Monty is a Python written anew in Rust, in which there is nothing that could reach the system: no file, no
+frame, no module but its own. It runs in processes of its own, too. The price is that it is not all of Python
+(classes cannot inherit, errors of calls are a plain Exception) and that names of calls must be known
+beforehand.
 """
 
 import re
@@ -35,7 +37,8 @@ class MontySandbox:
         self.monty = pydantic_monty
 
     def run(self, code: str, answer: Callable[[str, dict], object]) -> str:
-        """What the code prints, with the value of a last line that is an expression; "" if `answer` raised Finished."""
+        """What the code prints, with the value of a last line that is an expression;
+        "" if `answer` raised Finished."""
         if self.session is None:
             self.start()
         self.answer, self.finished = answer, False
@@ -47,14 +50,20 @@ class MontySandbox:
             output = self.stopped()
         except (self.monty.MontyRuntimeError, self.monty.MontySyntaxError) as error:
             output = printed.output + error.display("type-msg")
-        except (self.monty.MontyError, ValueError, RecursionError) as error:  # values that cannot be handed over
+        except (
+            self.monty.MontyError,
+            ValueError,
+            RecursionError,
+        ) as error:  # values that cannot be handed over
             output = printed.output + f"{type(error).__name__}: {error}"
         if self.session.worker_pid is None:  # so it may be after a MemoryError, which is no crash
             output = self.stopped()
         if self.finished:
             self.close()
             return ""
-        return re.sub(r" at 0x[0-9a-f]+", "", output[: self.max_output].encode("utf-8", "replace").decode("utf-8"))
+        return re.sub(
+            r" at 0x[0-9a-f]+", "", output[: self.max_output].encode("utf-8", "replace").decode("utf-8")
+        )
 
     def stopped(self) -> str:
         """The output of a turn that has cost the process its life."""
@@ -102,10 +111,11 @@ PLAIN = (type(None), bool, int, float, complex, type(...), date, datetime, time,
 
 
 def beginning(value: object, room: int) -> str:
-    """The first `room` characters of repr(value), and perhaps some more; of what the code itself has defined its name.
+    """The first `room` characters of repr(value), and perhaps some more;
+    of what the code itself has defined its name.
 
-    Not repr itself: a list of a list of ... forty deep, each of which holds the next one twice, is small here, and its
-    repr would never end.
+    Not repr itself: a list of a list of ... forty deep, each of which holds the next one twice, is small
+    here, and its repr would never end.
 
     >>> beginning({"a": [1, (2.5,), set()]}, 100), beginning([[0] * 1000] * 1000, 8)
     ("{'a': [1, (2.5,), set()]}", '[[0, 0, 0]]')
@@ -114,7 +124,9 @@ def beginning(value: object, room: int) -> str:
     if kind in (str, bytes):
         return repr(value[:room])
     if kind not in BRACKETS or not value:
-        return repr(value) if kind in BRACKETS or kind in PLAIN else f"<{getattr(value, 'name', kind.__name__)}>"
+        return (
+            repr(value) if kind in BRACKETS or kind in PLAIN else f"<{getattr(value, 'name', kind.__name__)}>"
+        )
     text, end = BRACKETS[kind]
     for i, item in enumerate(value.items() if kind is dict else value):
         if len(text) >= room:

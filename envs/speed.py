@@ -1,7 +1,8 @@
 """How many steps a second a world makes on one thread: python -m envs.speed guess-my-city [--seconds 2]
 
-The actions are those of the world's random player, drawn before the clock starts. What a world keeps in memory for
-questions that it has seen, as both guessing games do, counts: a player asks the same things again and again.
+The actions are those of the world's random player, drawn before the clock starts. What a world keeps in
+memory for questions that it has seen, as both guessing games do, counts: a player asks the same things again
+and again.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def steps_per_second(world, seconds: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m envs.speed", description="How many steps a second a world makes.")
+    parser = argparse.ArgumentParser(
+        prog="python -m envs.speed", description="How many steps a second a world makes."
+    )
     parser.add_argument("id", help="one of: " + ", ".join(envs.ENVS))
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to play")
     args = parser.parse_args()

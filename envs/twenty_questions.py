@@ -105,7 +105,8 @@ NAMES = {name: word for word in WORDS for name in names_of(word)}
 
 OPENING = re.compile(r"(is|are|was|does|do|did|can|could|will|would|has|have|should|might)\b")
 NEGATION = re.compile(
-    r"n't\b|\b(not|no|non|none|never|neither|nor|cannot|unable|without|lacks?|lacking|except|instead|rather than"
+    r"n't\b|\b(not|no|non|none|never|neither|nor|cannot|unable|without|lacks?|lacking|except|"
+    r"instead|rather than"
     r"|(other|else|different) (than|from)|anything but|inanimate|unlike)\b"
 )
 SUBJECT = re.compile(
@@ -118,15 +119,25 @@ SUBJECT = re.compile(
 )
 
 THING = r"(?:an? |the |your |that of an? )?([a-z ]+)$"
-COMPARISONS = [  # (pattern that ends in a thing, low, high): Yes for sizes from that of the thing + low to + high
+# (pattern that ends in a thing, low, high): Yes for sizes from that of the thing + low to + high
+COMPARISONS = [
     (re.compile(r"\b(?:bigger|larger|taller|greater in size) than " + THING), +0.1, +9),
     (re.compile(r"\b(?:smaller|shorter) than " + THING), -9, -0.1),
     (re.compile(r"\bas (?:big|large) as " + THING), 0, +9),
-    (re.compile(r"\b(?:fits?|held|hold|holding|carry|carried|put)\b.* (?:in|inside|into|with) .*?([a-z]+)$"), -9, 0),
+    (
+        re.compile(
+            r"\b(?:fits?|held|hold|holding|carry|carried|put)\b.* (?:in|inside|into|with) .*?([a-z]+)$"
+        ),
+        -9,
+        0,
+    ),
 ]
 SIZE_WORDS = [
     (re.compile(r"\bhand ?held\b|^(\S+ ){0,3}(small|tiny|little)$"), of_size(1, 2)),
-    (re.compile(r"\bportable\b|\b(carry|carried|lift|lifted|picked up)( it)?( around| easily)?$"), of_size(1, 3)),
+    (
+        re.compile(r"\bportable\b|\b(carry|carried|lift|lifted|picked up)( it)?( around| easily)?$"),
+        of_size(1, 3),
+    ),
     (re.compile(r"^(\S+ ){0,3}(big|large|huge)$"), of_size(4, 6)),
 ]
 
@@ -209,11 +220,12 @@ def model_oracle(folder: str) -> Callable[[str, str], str]:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        options = {"local_files_only": True, "output_loading_info": True}
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
         model, found = AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
         if found["missing_keys"]:
-            raise ValueError(f"no weights for {min(found['missing_keys'])}")  # else they would be drawn at random
+            # else they would be drawn at random
+            raise ValueError(f"no weights for {min(found['missing_keys'])}")
     except Exception as error:  # what a folder can hold has no end, nor have the errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FileNotFoundError(f"the oracle {folder} cannot be loaded ({reason}); {advice}") from error
@@ -298,7 +310,9 @@ class TwentyQuestions(gymnasium.Env):
         self.options = {"oracle": oracle, "matching": matching}
         self.is_right = MATCHING[matching]
         self.oracle = table_oracle if oracle is None else model_oracle(str(oracle))
-        self.observation_space = AnyText(len(START) + self.max_turns * (self.max_action_chars + len(INVALID) + 2))
+        self.observation_space = AnyText(
+            len(START) + self.max_turns * (self.max_action_chars + len(INVALID) + 2)
+        )
         self.action_space = AnyText(self.max_action_chars)
         self.over = True  # until the first reset
 
@@ -338,7 +352,7 @@ class TwentyQuestions(gymnasium.Env):
 
         info = {"action": question}
         if self.over:
-            info["episode"] = {"return": self.total, "length": self.turns, "success": terminated}
+            info["result"] = {"return": self.total, "length": self.turns, "success": terminated}
         return self.observation, reward, terminated, truncated, info
 
     @property
@@ -346,16 +360,20 @@ class TwentyQuestions(gymnasium.Env):
         """Scripted players of this world's words by name; `player(observation, rng)` is an action."""
         words = as_bits(self.words)
         players = {"scripted": scripted, "expert": expert, "random": random_player, "forgetful": forgetful}
+        players["mistaken"] = mistaken
         return {name: partial(player, words=words) for name, player in players.items()}
 
-    def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
-        """`n` dialogues of the player `scripted` (whose knobs these are) about words drawn evenly.
+    def demonstrations(self, n: int, seed: int) -> list[dict]:
+        """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        They are about all 157 words, also when this is the world of ten: the paper warms up on the
-        full game for both.
+        Three in ten are of the player `scripted`, who draws for each how readily it guesses, and makes
+        mistakes. The rest come fast to some words, and guess them one after the other, or to very few, and
+        often guess one again. Their questions, and all mistakes, are not for imitation but for their replies:
+        who never saw a bad guess does not know what follows it. All 157 words occur, also when this is the
+        world of ten, as in the paper.
         """
-        world, player, rng = TwentyQuestions(**self.options), partial(scripted, **knobs), random.Random(seed)
-        return [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+        world, rng = TwentyQuestions(**self.options), random.Random(seed)
+        return [lesson(world, rng) for _ in range(n)]
 
 
 class TwentyQuestionsSubset(TwentyQuestions):
@@ -400,14 +418,15 @@ def scripted(
     guess: float = 0.6,
     garbled: float = 0.04,
 ) -> str:
-    """Asks without a plan and guesses too early, yet never what it could know: the player of the demonstrations.
+    """Asks without a plan and guesses too early, yet never what it could know:
+    the player of the demonstrations.
 
     It returns -14.2 and finds 75 % of the words (with guess=0: -9.6 and 99 %), which leaves a learner room.
 
-    Draws any question whose answer is still open and that is true of at least `broad` words of the table, or guesses
-    any word still possible: with the probability `guess`, and always when at most two are left or no question is.
-    The share `garbled` of its questions comes out wrong, so that a learner sees how a dialogue goes on after
-    "Invalid Question."
+    Draws any question whose answer is still open and that is true of at least `broad` words of the table, or
+    guesses any word still possible: with the probability `guess`, and always when at most two are left or no
+    question is. The share `garbled` of its questions comes out wrong, so that a learner sees how a dialogue
+    goes on after "Invalid Question."
     """
     left = candidates(observation, words)
     open_questions = [ask for ask, yes in broad_questions(broad) if 0 < left & yes < left]
@@ -419,8 +438,70 @@ def scripted(
 
 
 def forgetful(observation: str, rng: random.Random, words: int = ALL, **knobs) -> str:
-    """Plays every turn as `scripted` plays the first: what it asks is sensible, were it not for what it knows."""
+    """Plays every turn as `scripted` plays the first: what it asks is sensible,
+    were it not for what it knows."""
     return scripted(START, rng, words, **knobs)
+
+
+def mistaken(observation: str, rng: random.Random, words: int = ALL, mistakes: float = 0.2, **knobs) -> str:
+    """Plays as `scripted`, but for a share of turns that are a `mistake`."""
+    wrong = mistake(observation, rng, words) if rng.random() < mistakes else None
+    return wrong or scripted(observation, rng, words, **knobs)
+
+
+def mistake(observation: str, rng: random.Random, words: int = ALL) -> str | None:
+    """What tells nothing new: an utterance of before, an excluded guess, a question whose answer is known.
+
+    None if there is no such thing, as in the first turn.
+    """
+    left = candidates(observation, words)
+    said = [line.rpartition(" ")[0] for line in observation.split("\n")[1:-1]]
+    guesses = [question for question in said if (asked := parse(question)) and asked.guess]
+    kind = rng.choice(("guess again", "guess again", "again", "excluded", "excluded", "known"))
+    if kind == "guess again":
+        return rng.choice(guesses) if guesses else None
+    if kind == "again":
+        return rng.choice(said) if said else None
+    if kind == "excluded":
+        excluded = words & ~left
+        return guess_of(rng.choice(words_in(excluded))) if excluded else None
+    ask = rng.choice(tuple(QUESTIONS))
+    return ask if left & QUESTIONS[ask] in (0, left) else None
+
+
+def narrowing(
+    observation: str, rng: random.Random, words: int = ALL, look: int = 4, few: int = 5, broad: int = 25
+) -> str:
+    """Asks the best of `look` open questions until at most `few` words are left, and then guesses these.
+
+    Its questions are those of `scripted`.
+    """
+    left = candidates(observation, words)
+    asks = [(ask, left & yes) for ask, yes in broad_questions(broad) if 0 < left & yes < left]
+    if left.bit_count() <= few or not asks:
+        return guess_of(rng.choice(words_in(left)))
+    asks = rng.sample(asks, min(look, len(asks)))
+    return min(asks, key=lambda ask: abs(2 * ask[1].bit_count() - left.bit_count()))[0]
+
+
+def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
+    """A dialogue of `demonstrations`."""
+    kind, look = rng.random(), rng.choice((2, 4, 8))
+    if kind < 0.3:  # how to play
+        player, mistakes = partial(scripted, guess=rng.random()), rng.uniform(-0.2, 0.8)
+    elif kind < 0.65:  # never to guess a word twice
+        player, mistakes = partial(narrowing, look=look, few=rng.randint(8, 30)), rng.uniform(-0.2, 0.4)
+    else:  # what follows if one does
+        player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 6)), rng.uniform(0.4, 0.9)
+    imitate = []
+
+    def play(observation: str, rng: random.Random) -> str:
+        wrong = mistake(observation, rng) if rng.random() < mistakes else None
+        said = wrong or player(observation, rng)
+        imitate.append(wrong is None and (kind < 0.3 or parse(said).guess is not None))
+        return said
+
+    return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
 
 
 @lru_cache(maxsize=32)
@@ -449,7 +530,8 @@ def garble(question: str, rng: random.Random) -> str:
 
 
 def expert(observation: str, rng: random.Random | None = None, words: int = ALL) -> str:
-    """Asks what comes nearest to halving the words still possible, and guesses from three on; `rng` is not used."""
+    """Asks what comes nearest to halving the words still possible, and guesses from three on;
+    `rng` is not used."""
     return best_question(candidates(observation, words))
 
 

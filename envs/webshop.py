@@ -12,22 +12,26 @@
     [lamp 7] Fjord antique sturdy lamp $477.99
     [lamp F] Elm sturdy stylish lamp $355.99
 
-The shop is that of Yao et al. 2022 (arXiv:2207.01206), in the text form of ReAct (Yao et al. 2023, arXiv:2210.03629)
-that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446): ten actions, each search[...], click[...] or think[...], and
-one reward, for how well what one buys fits the instruction. docs/worlds.md has rules, players and scores.
+The shop is that of Yao et al. 2022 (arXiv:2207.01206), in the text form of ReAct (Yao et al. 2023,
+arXiv:2210.03629) that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446): ten actions, each search[...],
+click[...] or think[...], and one reward, for how well what one buys fits the instruction. docs/worlds.md has
+rules, players and scores.
 
     a task       an instruction, written for one item; others may fit as well
     the reward   0 until one buys, then between 0 and 1: kind, attributes, options and price
     success      a reward of 1
 
 Differs from what was released:
-  D1  1,008 items made up from tables below, with texts that are short. `data=FOLDER` reads the published items.
-  D2  An option asked for counts once. `matching="paper"` counts as released, where rewards above 1 can be had.
+  D1  1,008 items made up from tables below, with texts that are short. `data=FOLDER` reads the published
+      items.
+  D2  An option asked for counts once. `matching="paper"` counts as released, where rewards above 1 can be
+      had.
   D3  Rules for words find the nouns of a title instead of spaCy: see `nouns`.
   D4  Search is BM25 without stemming, and one can turn the pages of results, which ReAct's wrapper refuses.
   D5  Prices given as a range, and what an instruction allows at most, are drawn with a fixed seed.
-  D6  The log of the game only grows, and the instruction stands at its start, as in ReAct. `context=CHARACTERS` is
-      ArCHer's form: the instruction at the end, and the oldest pages and actions left out until all fits.
+  D6  The log of the game only grows, and the instruction stands at its start, as in ReAct.
+      `context=CHARACTERS` is ArCHer's form: the instruction at the end, and the oldest pages and actions left
+      out until all fits.
 
 This file is all there is to it; it needs gymnasium, numpy and rapidfuzz.
 """
@@ -83,7 +87,8 @@ class Goal(NamedTuple):
 
 
 class Shop(NamedTuple):
-    """Items by their ids, a search over them, the goals, and the numbers of those that are the tasks of `WebShop`."""
+    """Items by their ids, a search over them, the goals,
+    and the numbers of those that are the tasks of `WebShop`."""
 
     items: dict[str, Item]
     index: "Index"
@@ -93,7 +98,8 @@ class Shop(NamedTuple):
 
 STOP = set(
     str.split(
-        "a an and are as at be but by for from i if in into is it its me my no not of on or so some such than that the "
+        "a an and are as at be but by for from i if in into is it its me my no not of on or so some such "
+        "than that the "
         "their then there these they this to up was we will with you your"
     )
 )
@@ -109,7 +115,8 @@ def words(text: str) -> list[str]:
 
 
 class Index:
-    """BM25 (D4) over what was searched: title, description, first feature and options; k1 and b as in its engine."""
+    """BM25 (D4) over what was searched: title, description, first feature and options;
+    k1 and b as in its engine."""
 
     def __init__(self, items: dict[str, Item], k1: float = 0.9, b: float = 0.4):
         self.asins, postings, lengths = list(items), {}, []
@@ -141,7 +148,8 @@ class Index:
 
 
 def draw_upper(price: float, rng: random.Random) -> tuple[float, str]:
-    """The highest price allowed and its words: the higher of two of the next four multiples of 10 below 1,000."""
+    """The highest price allowed and its words: the higher of two
+    of the next four multiples of 10 below 1,000."""
     above = [upper for upper in range(10, 1000, 10) if upper > price][:4]
     upper = max(rng.sample(above, 2)) if len(above) >= 2 else 1_000_000
     return float(upper), f", and price lower than {upper:.2f} dollars" if len(above) >= 2 else ""
@@ -193,7 +201,10 @@ WORDINGS = {
 
 @lru_cache(maxsize=1)
 def made_up() -> Shop:
-    """The default shop, always the same. A title says half of an item's attributes, so that it pays to look inside."""
+    """The default shop, always the same.
+
+    A title says half of an item's attributes, so that it pays to look inside.
+    """
     rng, made = random.Random(1), []  # with this seed the 100 tasks are about as hard as all goals
     for department, table in DEPARTMENTS.items():
         for kind, model in product(table["kinds"].split(", "), MODELS):
@@ -205,11 +216,17 @@ def made_up() -> Shop:
             price = rng.randint(*table["prices"]) + 0.99
             title = f"{rng.choice(BRANDS)} {has[0]} {has[1]} {kind}"
             path, about = f"{department} › {kind}", f"This {kind} is {has[0]}."
-            features = (f"made for your {department} needs", f"{has[2]} {kind}")  # the second one is not searched
+            # the second one is not searched
+            features = (f"made for your {department} needs", f"{has[2]} {kind}")
             asin = (
-                f"{kind} {model}"  # but for one character, words that are on the page anyway: a small model can copy it
+                # but for one character, words that are on the page anyway: a small model can copy it
+                f"{kind} {model}"
             )
-            made.append(Item(asin, title, price, f"${price}", kind, path, tuple(sorted(has)), options, about, features))
+            made.append(
+                Item(
+                    asin, title, price, f"${price}", kind, path, tuple(sorted(has)), options, about, features
+                )
+            )
     rng.shuffle(made)
     items = {item.asin: item for item in made}
     goals = [make_goal(item, rng) for item in items.values() for _ in range(GOALS_OF_AN_ITEM)]
@@ -218,7 +235,8 @@ def made_up() -> Shop:
 
 
 def make_goal(item: Item, rng: random.Random) -> Goal:
-    """An instruction for an item: one to three of its attributes, most of its options, a bound on its price."""
+    """An instruction for an item: one to three of its attributes, most of its options,
+    a bound on its price."""
     attributes = rng.sample(item.attributes, rng.choices([1, 2, 3], [3, 4, 3])[0])
     chosen = {name: rng.choice(values) for name, values in item.options.items() if rng.random() < 0.8}
     opening = rng.choices(list(OPENINGS), list(OPENINGS.values()))[0]
@@ -233,7 +251,8 @@ def make_goal(item: Item, rng: random.Random) -> Goal:
 
 @lru_cache(maxsize=1)
 def published(folder: str) -> Shop:
-    """The shop of items_shuffle*.json, items_ins_v2*.json and items_human_ins.json; ArCHer's 100 goals are its tasks.
+    """The shop of items_shuffle*.json, items_ins_v2*.json and items_human_ins.json;
+    ArCHer's 100 goals are its tasks.
 
     Raises FileNotFoundError where one is missing and ValueError where one is malformed.
     """
@@ -242,7 +261,9 @@ def published(folder: str) -> Shop:
     texts, items, goals, rng, row = [], {}, [], random.Random(0), {}
     for name in names:
         if not Path(folder, name).is_file():
-            raise FileNotFoundError(f"{Path(folder, name)} does not exist; setup.sh of WebShop's repository fetches it")
+            raise FileNotFoundError(
+                f"{Path(folder, name)} does not exist; setup.sh of WebShop's repository fetches it"
+            )
         try:
             texts.append(json.loads(Path(folder, name).read_text(encoding="utf-8")))
         except ValueError as error:
@@ -270,7 +291,9 @@ def published(folder: str) -> Shop:
 
 def read_item(row: dict, known: dict) -> Item:
     """A published record; `known` has its attributes."""
-    prices = [float(n.replace(",", "")) for n in re.findall(r"\$(\d[\d,.]*)", row["pricing"] or "")] or [100.0]
+    prices = [float(n.replace(",", "")) for n in re.findall(r"\$(\d[\d,.]*)", row["pricing"] or "")] or [
+        100.0
+    ]
     price = random.Random(row["asin"]).uniform(*prices[:2]) if len(prices) > 1 else prices[0]  # D5
     features = row["small_description"] or []
     options = {
@@ -301,32 +324,39 @@ def line(text: str | None) -> str:
 
 # In this order, as released: an option's colour is the first of these that stands anywhere in it.
 NORMAL_COLORS = str.split("""
-alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel
-champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim
-eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki
-lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard
-natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell silver
-skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow
+alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel
+camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry
+cream crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green
+grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot
+midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple
+rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan
+taupe teal tiger turquoise violet walnut wheat white wine yellow
 """)
 NOT_NOUNS = STOP | set(
     str.split(
-        "adjustable airy all antique best big casual classic comfortable compact compatible crunchy cute easy elegant "
-        "extra fashion flexible foldable full glossy good great handmade heavy high kosher large light long loose low "
-        "mini more natural new non nonslip old organic perfect portable premium pure raw short slim small soft solid "
-        "spicy stretchy sturdy stylish super sweet thick thin vegan warm washable waterproof wide without wooden"
+        "adjustable airy all antique best big casual classic comfortable compact compatible crunchy cute "
+        "easy elegant "
+        "extra fashion flexible foldable full glossy good great handmade heavy high kosher large light "
+        "long loose low "
+        "mini more natural new non nonslip old organic perfect portable premium pure raw short slim small "
+        "soft solid "
+        "spicy stretchy sturdy stylish super sweet thick thin vegan warm washable waterproof wide without "
+        "wooden"
     )
 )
 
 
 def nouns(title: str) -> list[str]:
-    """What counts as the nouns of a title (D3): the first word, mostly a brand, and every other that begins with a
-    letter, but for NOT_NOUNS and those that end in "ed" or "ly".
+    """What counts as the nouns of a title (D3): the first word, mostly a brand, and every other that begins
+    with a letter, but for NOT_NOUNS and those that end in "ed" or "ly".
 
     >>> nouns("Ahmed's 2 Pack Fleece-Lined Jacket for Women")
     ["ahmed's", 'pack', 'fleece', 'jacket', 'women']
     """
     found = [word.rstrip(".") for word in re.findall(r"\b[a-z][a-z'.]+", title.lower())]
-    return found[:1] + [word for word in found[1:] if word not in NOT_NOUNS and not word.endswith(("ed", "ly"))]
+    return found[:1] + [
+        word for word in found[1:] if word not in NOT_NOUNS and not word.endswith(("ed", "ly"))
+    ]
 
 
 def type_reward(bought: Item, wanted: Item) -> float:
@@ -342,7 +372,8 @@ def type_reward(bought: Item, wanted: Item) -> float:
 
 
 def alike(one: str, other: str) -> bool:
-    """Fuzzy equality of two phrases, in any order of words; thefuzz, which was used, rounds before it compares."""
+    """Fuzzy equality of two phrases, in any order of words; thefuzz, which was used,
+    rounds before it compares."""
     return round(fuzz.token_set_ratio(one, other, processor=utils.default_process)) > 85
 
 
@@ -356,7 +387,10 @@ def normal_color(value: str) -> str:
 
 
 def reward(bought: Item, chosen: dict[str, str], goal: Goal, matching: str = "strict") -> float:
-    """Eq. 1 of WebShop: r_type * (attributes + options + price that fit) / (attributes + options + 1 asked for)."""
+    """Eq.
+
+    1 of WebShop: r_type * (attributes + options + price that fit) / (attributes + options + 1 asked for).
+    """
     texts = [bought.title.lower(), " ".join(bought.features).lower(), bought.description.lower()]
     attributes = sum(
         any(alike(own, asked) for own in bought.attributes) or any(asked in text for text in texts)
@@ -397,13 +431,14 @@ class WebShop(gymnasium.Env):
 
     An action is cut at its first newline, stripped of blanks at both ends and then cut to `max_action_chars`;
     `info["action"]` is what remains. It is search[words], click[what stands in brackets on the page] or
-    think[anything], in capitals or not. Whatever else, or elsewhere, is answered "Invalid action!", changes nothing
-    and costs a turn. Always, without `context`:
+    think[anything], in capitals or not. Whatever else, or elsewhere, is answered "Invalid action!", changes
+    nothing and costs a turn. Always, without `context`:
 
         next_observation == observation + info["action"] + "\\n" + page or remark + "\\n"
 
-    Options: `data`, a folder with the published files; `matching`, "strict" or "paper", how options count (D2);
-    `context`, how many characters an observation may have (D6), 0 for no bound; by default 3,000 with `data`, else 0.
+    Options: `data`, a folder with the published files; `matching`, "strict" or "paper", how options count
+    (D2); `context`, how many characters an observation may have (D6), 0 for no bound; by default 3,000 with
+    `data`, else 0.
     """
 
     id = "webshop"
@@ -434,7 +469,8 @@ class WebShop(gymnasium.Env):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts with the task `options["index"]`, or one drawn by the world's own generator.
 
-        `info["answer"]` is the number of the goal, the item it was written for and the options: "2031: coat K, navy".
+        `info["answer"]` is the number of the goal, the item it was written for and the options: "2031: coat
+        K, navy".
         """
         super().reset(seed=seed)
         options = options or {}
@@ -446,7 +482,8 @@ class WebShop(gymnasium.Env):
             raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
         self.goal = self.shop.goals[self.tasks[index]]
         self.page, self.hits, self.leaf, self.item, self.chosen = "start", (), 0, None, {}
-        self.log = [("", self.show(), True)]  # of every turn: the action, what came of it, and whether that is a page
+        # of every turn: the action, what came of it, and whether that is a page
+        self.log = [("", self.show(), True)]
         self.turns, self.total, self.over = 0, 0.0, False
         answer = ", ".join([self.goal.item.asin, *self.goal.options])
         return self.observe(), {"answer": f"{self.tasks[index]}: {answer}"}
@@ -464,7 +501,8 @@ class WebShop(gymnasium.Env):
         terminated = self.page == "end"
         points = reward(self.item, self.chosen, self.goal, self.matching) if terminated else 0.0
         if self.context and self.log[-1][1] == INVALID:
-            self.log.pop()  # an observation written anew shows it once, as it says what became of the last action
+            # an observation written anew shows it once, as it says what became of the last action
+            self.log.pop()
         self.log.append((action, remark or self.show(points), not remark))
         self.turns += 1
         self.total += points
@@ -473,7 +511,11 @@ class WebShop(gymnasium.Env):
 
         info = {"action": action}
         if self.over:
-            info["episode"] = {"return": self.total, "length": self.turns, "success": terminated and points >= 1}
+            info["result"] = {
+                "return": self.total,
+                "length": self.turns,
+                "success": terminated and points >= 1,
+            }
         return self.observe(), points, terminated, truncated, info
 
     def do(self, verb: str, what: str) -> str:
@@ -499,7 +541,9 @@ class WebShop(gymnasium.Env):
             self.page = what
         elif page in SUBPAGES and what == "< prev":
             self.page = "item"
-        elif page == "item" and (names := [name for name, values in self.item.options.items() if what in values]):
+        elif page == "item" and (
+            names := [name for name, values in self.item.options.items() if what in values]
+        ):
             self.chosen = self.chosen | {names[0]: what}
             return f"You have clicked {what}."
         elif page == "item" and what == "buy now":
@@ -530,7 +574,9 @@ class WebShop(gymnasium.Env):
                 marked = (f"[{value}]" if value == self.chosen.get(name) else value for value in values)
                 rows.append(f"{name} " + "".join(f"[{value}]" for value in marked))
             buttons = "[Description] [Features] [Reviews] [Attributes] [Buy Now]"
-            return "\n".join([f"{back} [< Prev]", *rows, item.title, f"Price: {item.tag} Rating: N.A.", buttons])
+            return "\n".join(
+                [f"{back} [< Prev]", *rows, item.title, f"Price: {item.tag} Rating: N.A.", buttons]
+            )
         text = {
             "description": item.description or "No description",
             "features": "; ".join(item.features) or "No features",
@@ -540,7 +586,8 @@ class WebShop(gymnasium.Env):
         return f"{back} [< Prev]\n{text[:SUBPAGE_CHARS]}"
 
     def observe(self) -> str:
-        """The log (D6). With `context`, the instruction at its end, and as many of the last turns as there is room for.
+        """The log (D6). With `context`, the instruction at its end,
+        and as many of the last turns as there is room for.
 
         The current page, what was done on it, and the instruction are never left out.
         """
@@ -558,10 +605,17 @@ class WebShop(gymnasium.Env):
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
         """Scripted players by name; `player(observation, rng)` is an action."""
         first, knowing = partial(hasty, options=False), partial(expert, shop=self.shop)
-        return {"scripted": scripted, "expert": knowing, "hasty": hasty, "first": first, "random": random_player}
+        return {
+            "scripted": scripted,
+            "expert": knowing,
+            "hasty": hasty,
+            "first": first,
+            "random": random_player,
+        }
 
     def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
-        """`n` dialogues of the player `scripted` (whose knobs these are) about tasks of webshop-train, drawn evenly."""
+        """`n` dialogues of the player `scripted` (whose knobs these are) about tasks of webshop-train,
+        drawn evenly."""
         world, player, rng = WebShopTrain(**self.options), partial(scripted, **knobs), random.Random(seed)
         return [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
 
@@ -594,14 +648,17 @@ class View(NamedTuple):
 def read(observation: str) -> View:
     """The observation, understood.
 
-    >>> view = read("Instruction: find me wide boots in red, and price lower than 30.00 dollars\\n[Search]\\n")
+    >>> wish = "find me wide boots in red, and price lower than 30.00 dollars"
+    >>> view = read(f"Instruction: {wish}\\n[Search]\\n")
     >>> view.page, view.wishes, view.upper
     ('start', ['wide', 'boots', 'red'], 30.0)
     """
     lines = observation.rstrip("\n").split("\n")
     instruction = next(text for text in lines if text.startswith("Instruction: "))
     wish, _, bound = instruction.removeprefix("Instruction: ").partition(", and price lower than ")
-    lines = lines[max(n for n, text in enumerate(lines) if text.startswith(("[Search]", "[Back to Search]"))) :]
+    lines = lines[
+        max(n for n, text in enumerate(lines) if text.startswith(("[Search]", "[Back to Search]"))) :
+    ]
     page = "start" if lines[0] == "[Search]" else "results" if " Page " in lines[0] else "other"
     page = "item" if any(text.startswith("[Description]") for text in lines) else page
     wishes = [word for word in dict.fromkeys(words(wish)) if word not in ASKING]
@@ -622,7 +679,9 @@ def lacking(view: View, text: str, price: float) -> int:
 def rows_of_options(view: View) -> list[list[str]]:
     """The values of each option on an item's page; those that are chosen are left out."""
     rows = [re.findall(r"[^\[\]]+", text)[1:] for text in view.lines[1:] if re.match(r"[^\[]+ \[.*\]$", text)]
-    return [values for values in rows if not any(f"You have clicked {value}." in view.lines for value in values)]
+    return [
+        values for values in rows if not any(f"You have clicked {value}." in view.lines for value in values)
+    ]
 
 
 def named(view: View) -> list[str]:
@@ -644,15 +703,17 @@ def scripted(
 ) -> str:
     """Shops like ReAct's prompted model, with its mistakes: the player of the demonstrations.
 
-    It searches for most words of the wish. Of the items it takes, with the probability `careful`, that whose title and
-    price fit best, else any. It clicks the options that the wish names, and before each of them, with the probability
-    `forget`, buys instead. In the share `doubt` of the turns on an item's page it hesitates, and in the share `slip` of
-    all turns it does what it should not or cannot.
+    It searches for most words of the wish. Of the items it takes, with the probability `careful`, that whose
+    title and price fit best, else any. It clicks the options that the wish names, and before each of them,
+    with the probability `forget`, buys instead. In the share `doubt` of the turns on an item's page it
+    hesitates, and in the share `slip` of all turns it does what it should not or cannot.
     """
     view = read(observation)
     if rng.random() < slip:
         values = [value for values in rows_of_options(view) for value in values] or view.wishes
-        return rng.choice([f"click[{rng.choice(values)}]", f"search[{rng.choice(view.wishes)}]", "click[Buy Now]"])
+        return rng.choice(
+            [f"click[{rng.choice(values)}]", f"search[{rng.choice(view.wishes)}]", "click[Buy Now]"]
+        )
     if view.page == "start":
         return f"search[{' '.join(word for word in view.wishes if rng.random() < 0.8) or view.wishes[0]}]"
     if view.page == "results":
@@ -671,7 +732,8 @@ def scripted(
 
 
 def hasty(observation: str, rng: random.Random | None = None, options: bool = True) -> str:
-    """Searches for the whole wish, takes the first hit, clicks the `options` that the wish names, and buys."""
+    """Searches for the whole wish, takes the first hit, clicks the `options` that the wish names,
+    and buys."""
     view = read(observation)
     if view.page == "start":
         return f"search[{view.wish}]"

@@ -1,9 +1,11 @@
-"""Makes a folder that the package appworld takes for its data: tasks of ours in which one makes and reads notes.
+"""Makes a folder that the package appworld takes for its data:
+tasks of ours in which one makes and reads notes.
 
     venv-appworld/bin/python tests/appworld_data.py FOLDER
 
-Documents of the calls and empty databases come from the package; people, notes, tasks, tests and solutions are ours.
-tests/test_appworld.py runs this, in the package's own environment: nothing here is imported by anything.
+Documents of the calls and empty databases come from the package; people, notes, tasks, tests and solutions
+are ours. tests/test_appworld.py runs this, in the package's own environment: nothing here is imported by
+anything.
 """
 
 import json
@@ -17,7 +19,12 @@ SCENARIOS = {
     "test_normal": ["read004"],
     "test_challenge": ["made005"],
 }
-ME = {"first_name": "Ida", "last_name": "Vogel", "email": "ida.vogel@example.com", "phone_number": "5550001234"}
+ME = {
+    "first_name": "Ida",
+    "last_name": "Vogel",
+    "email": "ida.vogel@example.com",
+    "phone_number": "5550001234",
+}
 PASSWORD = "not-a-secret"
 NOW = "2023-05-18T12:00:00"
 TESTS = ["the answer is right", "the note is there", "nothing else has changed"]
@@ -26,7 +33,8 @@ LOGIN = f"""\
 # A solution, in the form in which the package has its own.
 def solution(apis, requester):
     passwords = {{row["account_name"]: row["password"] for row in apis.supervisor.show_account_passwords()}}
-    token = apis.simple_note.login(username="{ME["email"]}", password=passwords["simple_note"])["access_token"]
+    password = passwords["simple_note"]
+    token = apis.simple_note.login(username="{ME["email"]}", password=password)["access_token"]
 """
 MAKE = """\
     apis.simple_note.create_note(title="WORD", content="made", access_token=token)
@@ -58,7 +66,8 @@ def write(path: Path, content: object) -> None:
 
 
 def make_base(data: Path, apps: list[str]) -> None:
-    """What all tasks share: the documents of the calls, as files and as rows, and databases without other rows."""
+    """What all tasks share: the documents of the calls, as files and as rows,
+    and databases without other rows."""
     from appworld.api_docs import prepare_api_docs
     from appworld.collections.models import ModelCollection
 
@@ -66,10 +75,13 @@ def make_base(data: Path, apps: list[str]) -> None:
     for app in apps[1:]:  # the first is that of the administrator, which has no documents
         docs = prepare_api_docs(app)
         write(
-            data / "api_docs/standard" / f"{app}.json", {doc["api_name"]: doc | {"canary_string": ""} for doc in docs}
+            data / "api_docs/standard" / f"{app}.json",
+            {doc["api_name"]: doc | {"canary_string": ""} for doc in docs},
         )
         for doc in docs:
-            models.api_docs.ApiDoc(**{"app_name_" if key == "app_name" else key: doc[key] for key in doc}).save()
+            models.api_docs.ApiDoc(
+                **{"app_name_" if key == "app_name" else key: doc[key] for key in doc}
+            ).save()
     (data / "base_dbs").mkdir()
     models.save(str(data / "base_dbs"), app_names=list(apps), delete_if_exists=True)
 
@@ -85,14 +97,17 @@ def make_task(data: Path, apps: list[str], id: str) -> None:
         folder / "specs.json",
         {"instruction": instruction, "supervisor": ME, "datetime": NOW, "db_version": DB_VERSION},
     )
-    labels = ["no_op_fail", "no_op_pass" if asks else "no_op_fail", "no_op_pass"]  # whether idling passes the test
+    # whether idling passes the test
+    labels = ["no_op_fail", "no_op_pass" if asks else "no_op_fail", "no_op_pass"]
     counts = dict.fromkeys(("num_apps", "num_apis", "num_api_calls", "num_solution_code_lines"), 1)
     truth = {
         "metadata.json": {"difficulty": 1 + asks, "mode": "full"} | counts,
         "public_data.json": {},
         "private_data.json": {"titles": [] if asks else [word]},
         "answer.json": f"blue {word}" if asks else None,
-        "test_data.json": [{"requirement": test, "label": label} for test, label in zip(TESTS, labels, strict=True)],
+        "test_data.json": [
+            {"requirement": test, "label": label} for test, label in zip(TESTS, labels, strict=True)
+        ],
         "evaluation.py": EVALUATION,
         "compiled_solution.py": LOGIN + (READ if asks else MAKE).replace("WORD", word),
     }
@@ -109,7 +124,9 @@ def make_task(data: Path, apps: list[str], id: str) -> None:
     models.simple_note.User(**user, password=PASSWORD, verified=True).save()
     if asks:
         models.simple_note.Note(user_id=1, title=word, content=f"blue {word}").save()
-    models.save(str(folder / "dbs"), "changes", app_names=list(apps), delete_if_exists=True, save_model_hashes=True)
+    models.save(
+        str(folder / "dbs"), "changes", app_names=list(apps), delete_if_exists=True, save_model_hashes=True
+    )
     models.close()
 
 

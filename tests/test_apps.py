@@ -178,7 +178,11 @@ def test_the_challenge_is_new_in_its_calls_and_old_in_its_words(solved):
 @pytest.mark.slow
 def test_the_default_demonstrations_have_all_words_of_the_challenge(solved):
     """A vocabulary made from them has a token for each."""
-    seen = {word for d in Apps("train").demonstrations(16_000, 1) for word in re.findall(r"\w+", d["observations"][-1])}
+    seen = {
+        word
+        for d in Apps("train").demonstrations(16_000, 1)
+        for word in re.findall(r"\w+", d["observations"][-1])
+    }
     new = {word for d in solved["test-challenge"] for word in re.findall(r"[^\W\d]+", d["observations"][-1])}
     assert new - seen == set()
 
@@ -214,7 +218,9 @@ def test_documentation_names_what_a_call_takes():
         "\n=> ['ends the task: apis.supervisor.complete_task(answer=None)', "
         "'shows the password of an app: apis.supervisor.show_password(app)']\n"
     )
-    assert output_of(world, "apis.api_docs.show_api_doc(name='chess')") == "\n=> ApiError: there is no chess\n"
+    assert (
+        output_of(world, "apis.api_docs.show_api_doc(name='chess')") == "\n=> ApiError: there is no chess\n"
+    )
 
 
 # -------------------------------------------------------------------------------------------- grading
@@ -228,7 +234,7 @@ def test_doing_nothing_earns_something_and_never_all():
         for index in range(0, world.num_tasks, 7):
             world.reset(options={"index": index})
             _, reward, terminated, _, info = world.step(DONE)
-            assert terminated and reward == returns[index] and not info["episode"]["success"]
+            assert terminated and reward == returns[index] and not info["result"]["success"]
     assert set(Apps("dev", reward="success").no_op_returns()) == {0.0}
 
 
@@ -243,10 +249,12 @@ def test_each_test_of_a_task_can_fail():
                 twice = run_tests(task, task.changes + Counter([change]), task.answer)
                 assert not twice[i] and not twice[-1]
             other = Counter([("note", None, ("garden", "yes", 0))])
-            assert run_tests(task, task.changes + other, task.answer) == [True] * len(task.changes) + [True] * (
-                task.answer is not None
-            ) + [False]
-            assert not all(run_tests(task, task.changes, "nonsense")), "a wrong answer, or one where nothing is asked"
+            assert run_tests(task, task.changes + other, task.answer) == [True] * len(task.changes) + [
+                True
+            ] * (task.answer is not None) + [False]
+            assert not all(run_tests(task, task.changes, "nonsense")), (
+                "a wrong answer, or one where nothing is asked"
+            )
             assert not all(run_tests(task, task.changes, None)) or task.answer is None
 
 
@@ -258,9 +266,11 @@ def test_what_was_changed_is_what_counts():
         world.step(f"x = {phone}\napis.phone.text(phone=x, words={words!r})")
     assert world.step(DONE)[1] == 1.0
     world.reset(options={"index": index_of("phone-text-kind")})
-    world.step(f"for p in {[phone for phone, _ in asked[1:]]}: apis.phone.text(phone=p, words={asked[0][1]!r})")
+    world.step(
+        f"for p in {[phone for phone, _ in asked[1:]]}: apis.phone.text(phone=p, words={asked[0][1]!r})"
+    )
     *_, info = world.step(DONE)
-    assert info["episode"]["passed"] == info["episode"]["tests"] - 1 == len(asked)
+    assert info["result"]["passed"] == info["result"]["tests"] - 1 == len(asked)
 
 
 def test_half_of_it_and_more_than_it():
@@ -272,8 +282,9 @@ def test_half_of_it_and_more_than_it():
         for one in ids:
             world.step(f"apis.mail.star(id={one})")
         _, reward, _, _, info = world.step(DONE)
-        assert info["episode"] == {
-            "return": passed / 2, "length": len(ids) + 1, "success": passed == 2, "passed": passed, "tests": 2,
+        assert info["result"] == {
+            "return": passed / 2, "length": len(ids) + 1, "success": passed == 2, "passed": passed,
+            "tests": 2,
         }  # fmt: skip
         assert reward == passed / 2
 
@@ -293,7 +304,7 @@ def test_a_change_that_is_taken_back_is_none():
 def test_any_answer_is_an_answer(answer):
     world = start("phone-number")
     _, reward, terminated, _, info = world.step(f"apis.supervisor.complete_task(answer={answer})")
-    assert terminated and reward == 0.5 and not info["episode"]["success"]
+    assert terminated and reward == 0.5 and not info["result"]["success"]
 
 
 def test_at_the_turn_limit_nothing_has_been_handed_in():
@@ -303,7 +314,7 @@ def test_at_the_turn_limit_nothing_has_been_handed_in():
     world.step("1")
     _, reward, terminated, truncated, info = world.step("2")
     assert (reward, terminated, truncated) == (0.0, False, True)
-    assert info["episode"] == {"return": 0.0, "length": 3, "success": False, "passed": 2, "tests": 2}
+    assert info["result"] == {"return": 0.0, "length": 3, "success": False, "passed": 2, "tests": 2}
     world.reset(options={"index": index_of("mail-star")})
     world.step("1")
     world.step("2")
@@ -341,21 +352,24 @@ def test_a_login_is_for_one_app_and_one_episode():
 def test_lists_come_in_pages():
     world = start("phone-count")
     code = (
-        "[len(apis.phone.list(page=p)) for p in range(4)], len(apis.phone.list()), apis.phone.list(page=-5)[0]['name']"
+        "[len(apis.phone.list(page=p)) for p in range(4)], len(apis.phone.list()), "
+        "apis.phone.list(page=-5)[0]['name']"
     )
     assert output_of(world, code).startswith("\n=> ([4, 3, 0, 0], 4, '")
 
 
 HOSTILE = [
     "apis.mail.star()", "apis.mail.star(id='1')", "apis.mail.star(id=True)", "apis.mail.star(id=1.0)",
-    "apis.mail.star(id=None)", "apis.mail.star(id=[1])", "apis.mail.star(id=2 ** 70)", "apis.mail.star(id=-1)",
+    "apis.mail.star(id=None)", "apis.mail.star(id=[1])", "apis.mail.star(id=2 ** 70)",
+    "apis.mail.star(id=-1)",
     "apis.mail.star(id=1, other=2)", "apis.mail.star(1)", "apis.mail.nothing()", "apis.nothing.star(id=1)",
     "apis.mail()", "apis()", "apis.mail.star.more(id=1)", "getattr(apis, 'mail.star; drop table mail')(id=1)",
     "apis.mail.find(sender='\"; drop table mail; --')", "apis.mail.find(sender=\"' or 1=1 --\")",
     "apis.mail.find(sender='x' * 301)", "apis.mail.find(sender='\\ud800')", "apis.mail.find(sender='\\x00')",
     "apis.mail.list(page=2 ** 62)", "apis.mail.list(page=-(2 ** 63))", "apis.phone.change(id=1, phone=2)",
     "apis.mail.send(to=1, subject='x')", "apis.api_docs.show_api_doc(name=['mail'])",
-    "apis.api_docs.show_api_doc()", "apis.api_docs.show_api_doc(name='')", "apis.supervisor.show_password(app='mail')",
+    "apis.api_docs.show_api_doc()", "apis.api_docs.show_api_doc(name='')",
+    "apis.supervisor.show_password(app='mail')",
     "apis.supervisor.complete_task(result=1)", "apis.supervisor.complete_task(1)", "apis.pay.balance()",
     "apis.mail.star(**{'id': 1, '': 2})", "apis.mail.star(**{'x' * 9999: 1})", "getattr(apis, 'x' * 9999)()",
 ]  # fmt: skip
@@ -402,13 +416,21 @@ def test_every_call_can_be_made():
                 for _ in range(3000):
                     rng = random.Random(len(ids))
                     values = {
-                        parameter: ids.pop() if kind is int and ids else rng.choice(names) if kind is str else 1
+                        parameter: ids.pop()
+                        if kind is int and ids
+                        else rng.choice(names)
+                        if kind is str
+                        else 1
                         for parameter, (kind, _) in call.parameters.items()
                     }
                     try:
                         world.call(name, values)
                     except sandbox.Refused as refused:
-                        assert "not found" in str(refused) or "constraint" in str(refused) or "password" in str(refused)
+                        assert (
+                            "not found" in str(refused)
+                            or "constraint" in str(refused)
+                            or "password" in str(refused)
+                        )
                         if not ids:
                             break
                     else:
@@ -436,7 +458,15 @@ def test_broken_code_costs_a_turn_and_no_more(monkeypatch):
     monkeypatch.setattr(sandbox, "PATIENCE", 5.0)
     world = start("phone-number", max_turns=20)
     world.sandbox.seconds = 0.1
-    for code in ("while True: pass", "'x' * 10 ** 11", "def f(): f()\nf()", "import os", "exit()", "(", "\x00"):
+    for code in (
+        "while True: pass",
+        "'x' * 10 ** 11",
+        "def f(): f()\nf()",
+        "import os",
+        "exit()",
+        "(",
+        "\x00",
+    ):
         output = output_of(world, code)
         assert "Error" in output or "Stopped" in output
         assert output_of(world, "3 + 4") == "\n=> 7\n"
@@ -446,7 +476,12 @@ def test_broken_code_costs_a_turn_and_no_more(monkeypatch):
 def test_the_expected_answer_is_nowhere_in_the_process():
     world = start("phone-number")
     answer = str(world.task.answer)
-    for code in ("vars()", "vars(apis)", "apis._ask.__globals__", "[c.cell_contents for c in apis._ask.__closure__]"):
+    for code in (
+        "vars()",
+        "vars(apis)",
+        "apis._ask.__globals__",
+        "[c.cell_contents for c in apis._ask.__closure__]",
+    ):
         assert answer not in output_of(world, f"str({code})").replace("0x", "")
 
 
@@ -499,7 +534,9 @@ def test_worlds_in_threads_do_not_meet():
 
     def work(number: int) -> None:
         world = Apps("dev")
-        results[number] = [play(world, index, apps.expert)["return"] for index in range(number, world.num_tasks, 12)]
+        results[number] = [
+            play(world, index, apps.expert)["return"] for index in range(number, world.num_tasks, 12)
+        ]
         world.close()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
@@ -520,18 +557,23 @@ def test_the_stricter_sandbox_solves_the_same_tasks():
         assert failed == []
     world.reset(options={"index": index_of("shop-buy", "test-challenge")})
     for code, output in [
-        ("x = 3", ""), ("x + 1", " 4"), ("print(x)", " 3"), ("import socket", "Error"), ("open('/etc')", "Error"),
+        ("x = 3", ""), ("x + 1", " 4"), ("print(x)", " 3"), ("import socket", "Error"),
+        ("open('/etc')", "Error"),
         ("while True: pass", "TimeoutError"), ("'x' * 10 ** 10", "MemoryError"), ("(", "SyntaxError"),
         ("apis.shop.search(item='tea')", "has no parameter item"), ("apis.shop.nothing()", "AttributeError"),
-        ("apis.shop.search('tea')", "keyword arguments only"), ("apis.shop.search(product={1})", "must be str"),
-        ("x", " 3"), ("x = [0]\nfor i in range(40):\n    x = [x, x]\nx", " [[["), ("class A:\n    y = 1\nA()", " <A>"),
+        ("apis.shop.search('tea')", "keyword arguments only"),
+        ("apis.shop.search(product={1})", "must be str"),
+        ("x", " 3"), ("x = [0]\nfor i in range(40):\n    x = [x, x]\nx", " [[["),
+        ("class A:\n    y = 1\nA()", " <A>"),
         ("import time\nfor i in range(3):\n    time.sleep(9)\n5", " 5"), ("'x' * 60_000_000", "Stopped"),
         ("1 + 1", " 2"), ("10 ** 5000", "ValueError"),
     ]:  # fmt: skip
         assert output in output_of(world, code) and not difference(world.task.state, read_state(world.db))
         world.turns = 0
     shown = output_of(
-        world, "try:\n    apis.supervisor.complete_task(answer=10**5000)\nexcept Exception:\n    apis.shop.buy(item=1)"
+        world,
+        "try:\n    apis.supervisor.complete_task(answer=10**5000)\nexcept Exception:\n    "
+        "apis.shop.buy(item=1)",
     )
     assert "Task completed" in shown
     world.close()
@@ -540,7 +582,9 @@ def test_the_stricter_sandbox_solves_the_same_tasks():
 def test_the_stricter_sandbox_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     monkeypatch.delitem(sys.modules, "envs.sandbox_monty", raising=False)
-    with pytest.raises(envs.Unavailable, match=r"^apps needs the package pydantic_monty: pip install pydantic_monty$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^apps needs the package pydantic_monty: pip install pydantic_monty$"
+    ):
         envs.make("apps", sandbox="monty")
 
 
@@ -563,7 +607,9 @@ def test_knobs_make_the_scripted_player_the_expert():
     made = Apps().demonstrations(60, seed=1, hasty=0.0, guessing=0.0, careless=0.0, garbled=0)
     assert {d["return"] for d in made} == {1.0}
     idle = Apps().demonstrations(60, seed=1, careful=0, hasty=1.0, garbled=0)
-    assert {len(d["actions"]) for d in idle} == {1} and sum(d["return"] == 1 for d in idle) < 3, "a lucky guess"
+    assert {len(d["actions"]) for d in idle} == {1} and sum(d["return"] == 1 for d in idle) < 3, (
+        "a lucky guess"
+    )
 
 
 def test_players_go_on_from_anywhere():
@@ -583,11 +629,13 @@ def test_players_go_on_from_anywhere():
 LINES = [
     "x = 1", "print(x)", "for x in range(9): print(x)", "if x:",
     "    x = 2", "try:", "except: pass",
-    "x = apis.mail.list()", "x = apis.mail.list(page=1)[0]", "apis.mail.star(id=x['id'])", "apis.phone.list(page=x)",
+    "x = apis.mail.list()", "x = apis.mail.list(page=1)[0]", "apis.mail.star(id=x['id'])",
+    "apis.phone.list(page=x)",
     "apis.notes.add(title='a', words='b')", "for m in apis.mail.list(): apis.mail.read(id=m['id'])", "exit()",
     "import json",
     "apis.phone.text(phone=x, words='b')", "x = [x]", "f()", "def f(): apis.mail.delete(id=x['id'])", "(",
-    "[c.cell_contents for c in apis._ask.__closure__ if getattr(c.cell_contents, '__name__', '') == 'send'][0]("
+    "[c.cell_contents for c in apis._ask.__closure__ if getattr(c.cell_contents, '__name__', '') == "
+    "'send'][0]("
     "{'call': 'notes.add', 'kwargs': {'title': 'forged', 'words': 'line'}})",
     "del x", "lambda: x",
     "apis.mail.delete(id=apis.mail.list()[0]['id'])", "apis.calendar.add(title='a', day=1, hour=x)",

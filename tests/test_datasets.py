@@ -9,7 +9,8 @@ import pytest
 import envs
 from envs.datasets import dialogue, make_dialogues, read_dialogues
 
-REAL = Path(__file__).parent.parent.parent / "shared/data/guess_my_city.json"  # published with the authors' code
+# published with the authors' code
+REAL = Path(__file__).parent.parent.parent / "shared/data/guess_my_city.json"
 CITY = {"conversation": ["Is it in Asia? No.", "Is it Lima? Yes."], "done": True, "word": "lima,peru"}
 
 
@@ -34,7 +35,11 @@ def test_dialogues_are_made_as_the_world_plays_them(world):
         assert observation == made["observations"][0]
         for k, action in enumerate(made["actions"]):
             observation, reward, terminated, truncated, info = world.step(action)
-            assert (observation, reward, info["action"]) == (made["observations"][k + 1], made["rewards"][k], action)
+            assert (observation, reward, info["action"]) == (
+                made["observations"][k + 1],
+                made["rewards"][k],
+                action,
+            )
         assert (terminated, truncated) == (made["terminated"], made["truncated"])
 
 
@@ -44,14 +49,17 @@ def test_a_seed_makes_the_same_dialogues(world):
 
 
 def test_more_skill_is_a_higher_return(world):
-    """Shares of turns, and of dialogues: the mean return lies between those of the players, in their order."""
+    """Shares of turns, and of dialogues: the mean return lies between those of the players,
+    in their order."""
     mixes = ["random", "random=0.75,scripted=0.25", "random=0.25,scripted=0.75", "scripted", "expert"]
     means = [sum(d["return"] for d in make_dialogues(world, 300, 0, mix)) / 300 for mix in mixes]
     assert means == sorted(means) and means[1] - means[0] > 1.5
     by_dialogue = [d["return"] for d in make_dialogues(world, 300, 0, "random=0.5/expert=0.5")]
     expected = (means[0] + means[-1]) / 2
     assert sum(by_dialogue) / 300 == pytest.approx(expected, abs=1.5)
-    assert sum(r >= -4 for r in by_dialogue) > 140, "half of the dialogues are an expert's from beginning to end"
+    assert sum(r >= -4 for r in by_dialogue) > 140, (
+        "half of the dialogues are an expert's from beginning to end"
+    )
 
 
 def test_players_leave_the_global_generator_alone(world):
@@ -70,7 +78,7 @@ def test_what_a_run_has_saved_is_read_as_it_was(world, tmp_path):
     made = make_dialogues(world, 5, 0, "random")
     path = tmp_path / "dataset.jsonl"
     path.write_text("".join(json.dumps(d | {"action_ids": [[1, 2]]}) + "\n" for d in made))
-    keys = ("observations", "actions", "rewards", "terminated", "answer")
+    keys = ("observations", "actions", "rewards", "terminated", "success", "answer")
     assert read_dialogues(str(path)) == ([{key: d[key] for key in keys} for d in made], [])
 
 
@@ -81,7 +89,14 @@ def test_rollouts_of_an_online_run(tmp_path, append_only):
         {"action": "a", "reply": " no\n", "reward": -1.0, "Q": 1},
         {"action": "b", "reply": " yes\n", "reward": 0.0},
     ]
-    record = {"iteration": 3, "start": "> ", "turns": turns, "terminated": True, "answer": "b", "return": -1.0}
+    record = {
+        "iteration": 3,
+        "start": "> ",
+        "turns": turns,
+        "terminated": True,
+        "answer": "b",
+        "return": -1.0,
+    }
     (read_one,), notes = read(tmp_path, record, append_only=append_only)
     after = ["> a no\n", "> a no\nb yes\n"] if append_only else [" no\n", " yes\n"]
     assert read_one["observations"] == ["> ", *after] and notes == []
@@ -97,10 +112,17 @@ def test_guess_my_city(tmp_path):
         '"Is it old?  Yes.',
     ]
     (one,), notes = read(tmp_path, {"conversation": said, "done": False, "word": "lima,peru"})
-    assert one["actions"] == ["Is it in Asia?", "Is it big?", "Is it known for one thing: the river?", "Is it old?"]
+    assert one["actions"] == [
+        "Is it in Asia?",
+        "Is it big?",
+        "Is it known for one thing: the river?",
+        "Is it old?",
+    ]
     assert one["observations"][1] == "Questions:\nIs it in Asia? No, it is not.\n"
     assert (one["rewards"], one["terminated"], one["answer"]) == ([-1.0] * 4, False, "lima,peru")
-    assert len(notes) == 1 and "3 questions freed" in notes[0], "a stray quote is not what is said before a question"
+    assert len(notes) == 1 and "3 questions freed" in notes[0], (
+        "a stray quote is not what is said before a question"
+    )
     (won,), _ = read(tmp_path, CITY)
     assert (won["rewards"], won["terminated"]) == ([-1.0, 0.0], True)
 
@@ -109,9 +131,42 @@ def test_an_empty_utterance_and_whole_rewards_are_read(tmp_path):
     """What an agent may say, and how other programs write -1.0."""
     turns = [{"action": "", "reply": " no\n", "reward": -1}]
     record = {"start": "> ", "turns": turns, "terminated": False, "answer": "b"}
-    whole = {"observations": ["> ", ">  no\n"], "actions": [""], "rewards": [-1], "terminated": False, "answer": "b"}
+    whole = {
+        "observations": ["> ", ">  no\n"],
+        "actions": [""],
+        "rewards": [-1],
+        "terminated": False,
+        "answer": "b",
+    }
     (one, two), _ = read(tmp_path, record, whole)
-    assert one == two == whole | {"rewards": [-1.0]} and isinstance(two["rewards"][0], float)
+    assert one == two == whole | {"rewards": [-1.0], "success": False}
+    assert isinstance(two["rewards"][0], float)
+
+
+def test_success_is_what_the_file_says(tmp_path):
+    """Its own field; where a run's file has none, the end counts for one."""
+    lines = {"lines": ["Is it a ball? Yes."], "correct": True, "word": ["ball"]}
+    rollout = {"start": "> ", "turns": [{"action": "a", "reply": " no\n", "reward": 0.0}], "answer": "b"}
+    whole = {"observations": ["> ", "> a no\n"], "actions": ["a"], "rewards": [0.0], "answer": "b"}
+    records = [lines, lines | {"correct": False}, CITY, CITY | {"done": False}]
+    for record in (rollout, whole):
+        records += [record | {"terminated": end} for end in (True, False)]
+        records.append(record | {"terminated": True, "success": False})
+    dialogues, _ = read(tmp_path, *records)
+    assert [d["success"] for d in dialogues] == [True, False, True, False] + [True, False, False] * 2
+    with pytest.raises(ValueError, match='record 0, field "success": must be a bool'):
+        read(tmp_path, whole | {"terminated": True, "success": 1})
+
+
+def test_what_is_not_to_be_imitated_is_kept(tmp_path):
+    """It is a mark of each action, and no record needs it."""
+    turns = [{"action": action, "reply": " no\n", "reward": -1.0} for action in "ab"]
+    record = {"start": "> ", "turns": turns, "terminated": False, "answer": "c"}
+    marked, without = read(tmp_path, record | {"imitate": [True, False]}, record)[0]
+    assert marked["imitate"] == [True, False] and "imitate" not in without
+    for wrong in ([True], [1, 0], "no"):
+        with pytest.raises(ValueError, match='record 0, field "imitate": must be 2 bools'):
+            read(tmp_path, record | {"imitate": wrong})
 
 
 def test_a_broken_line_is_named(tmp_path):
@@ -182,8 +237,20 @@ BROKEN = {
     "word  ": {"lines": ["Is it? No."], "correct": False, "word": [""]},
     "done": CITY | {"done": "yes"},
     "word": CITY | {"word": ["lima"]},
-    "rewards": {"observations": ["a", "b"], "actions": ["c"], "rewards": ["d"], "terminated": True, "answer": "e"},
-    "observations": {"observations": ["a"], "actions": ["c"], "rewards": [1.0], "terminated": True, "answer": "e"},
+    "rewards": {
+        "observations": ["a", "b"],
+        "actions": ["c"],
+        "rewards": ["d"],
+        "terminated": True,
+        "answer": "e",
+    },
+    "observations": {
+        "observations": ["a"],
+        "actions": ["c"],
+        "rewards": [1.0],
+        "terminated": True,
+        "answer": "e",
+    },
     "observations ": {
         "observations": ["a", "x"],
         "actions": ["c"],
@@ -214,9 +281,13 @@ def test_the_real_data_of_guess_my_city():
     """950 dialogues; what is left out is said, and no question that is kept has a preface or a newline."""
     dialogues, notes = read_dialogues(str(REAL))
     assert 850 < len(dialogues) < 950
-    assert sum(int(note.split(": ")[1].split()[0]) for note in notes if "left out" in note) == 950 - len(dialogues)
+    assert sum(int(note.split(": ")[1].split()[0]) for note in notes if "left out" in note) == 950 - len(
+        dialogues
+    )
     actions = [action for d in dialogues for action in d["actions"]]
-    assert not any("\n" in action or "question would be" in action or action[0].isdigit() for action in actions)
+    assert not any(
+        "\n" in action or "question would be" in action or action[0].isdigit() for action in actions
+    )
     assert all(action.endswith("?") and len(action) <= 200 for action in actions)
 
 

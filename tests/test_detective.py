@@ -1,7 +1,7 @@
 """Detective: the story file, the list of actions, the score, what may reach the interpreter, and the players.
 
-The tests below the second banner need jericho and a detective.z5, at $DETECTIVE_ROM or in ../shared/data. They quote
-nothing of the game.
+The tests below the second banner need jericho and a detective.z5, at $DETECTIVE_ROM or in ../shared/data.
+They quote nothing of the game.
 """
 
 import doctest
@@ -22,7 +22,16 @@ from envs.detective import listed
 MISSING = envs.missing("detective")
 
 HOSTILE = [
-    *("", " ", "\n", "\nnorth", "[[[((({{{<<<|*+?.^$\\", "%s%n{0}", "\x00\x07\x1b[31mred\x1b[0m\x7f", "\t\r\x0b\x0c"),
+    *(
+        "",
+        " ",
+        "\n",
+        "\nnorth",
+        "[[[((({{{<<<|*+?.^$\\",
+        "%s%n{0}",
+        "\x00\x07\x1b[31mred\x1b[0m\x7f",
+        "\t\r\x0b\x0c",
+    ),
     *(
         "Actions:",
         "none",
@@ -36,12 +45,53 @@ HOSTILE = [
         '"',
         "'",
     ),
-    *("これは動物ですか？", "هل هو", "Кто вор?", "🔍" * 90, "\ud800 lone surrogate", "north\u2028west", "</s><pad>"),
-    *("a" * 1_000_000, "take " * 200_000, "(" * 5000, "." * 5000, "north." * 1000, ",,,,", "then then", "é" * 198),
+    *(
+        "これは動物ですか？",
+        "هل هو",
+        "Кто вор?",
+        "🔍" * 90,
+        "\ud800 lone surrogate",
+        "north\u2028west",
+        "</s><pad>",
+    ),
+    *(
+        "a" * 1_000_000,
+        "take " * 200_000,
+        "(" * 5000,
+        "." * 5000,
+        "north." * 1000,
+        ",,,,",
+        "then then",
+        "é" * 198,
+    ),
 ]
 COMMANDS = [
-    *("save", "restore", "restart", "quit", "q", "script", "unscript", "noscript", "transcript", "transcrip", "undo"),
-    *("again", "g", "oops", "recording", "replay", "superbrief", "purloin", "gonear", "goto", "showobj", "showverb"),
+    *(
+        "save",
+        "restore",
+        "restart",
+        "quit",
+        "q",
+        "script",
+        "unscript",
+        "noscript",
+        "transcript",
+        "transcrip",
+        "undo",
+    ),
+    *(
+        "again",
+        "g",
+        "oops",
+        "recording",
+        "replay",
+        "superbrief",
+        "purloin",
+        "gonear",
+        "goto",
+        "showobj",
+        "showverb",
+    ),
     *("tree", "scope", "trace", "random", "help", "verify"),
 ]
 
@@ -80,7 +130,9 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.delenv("DETECTIVE_ROM", raising=False)
     with pytest.raises(envs.Unavailable, match="^detective: no story file; " + advice):
         envs.make("detective")
-    with pytest.raises(envs.Unavailable, match=r"^detective: the story file \S+nowhere.z5 does not exist; " + advice):
+    with pytest.raises(
+        envs.Unavailable, match=r"^detective: the story file \S+nowhere.z5 does not exist; " + advice
+    ):
         envs.make("detective", rom=tmp_path / "nowhere.z5")
     monkeypatch.setenv("DETECTIVE_ROM", str(tmp_path))  # a folder
     with pytest.raises(envs.Unavailable, match=r"^detective: the story file \S+ does not exist; " + advice):
@@ -88,14 +140,17 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch, tmp_path):
     assert envs.missing("mini-detective") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"not a story", bytes([5]) + bytes(100_000)], ids=["empty", "text", "z5"])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a story", bytes([5]) + bytes(100_000)], ids=["empty", "text", "z5"]
+)
 def test_another_file_never_reaches_the_interpreter(content, monkeypatch, tmp_path):
     """It would end the process, and the tests with it."""
     rom = tmp_path / "detective.z5"
     rom.write_bytes(content)
     monkeypatch.setenv("DETECTIVE_ROM", str(rom))
     said = (
-        r"^detective: \S+detective.z5 is not the story file with the md5 822655c9be83e292e06d3d3b1d6a9734; give [^\n]*$"
+        r"^detective: \S+detective.z5 is not the story file with the md5 "
+        r"822655c9be83e292e06d3d3b1d6a9734; give [^\n]*$"
     )
     with pytest.raises(envs.Unavailable, match=said):
         envs.make("detective")
@@ -115,18 +170,16 @@ def test_an_unknown_matching_is_refused():
         envs.make("detective", matching="loose")
 
 
-def test_to_die_is_no_success():
-    played = {"observations": ["A street.", "A lion. *** You have died ***"], "actions": ["east"], "rewards": [0.0]}
-    assert envs.summarise([played | {"terminated": True}])["success"] == 0
-    played["observations"][1] = "A medal. *** You have won ***"
-    assert envs.summarise([played | {"terminated": True}])["success"] == 1
-
-
 def test_players_read_the_last_line():
     room = "A room. Actions: none.\nYou are carrying nothing.\nActions: "
     rng = random.Random(0)
     text = room + "east, put hat down, take key, take all\n"
-    assert {dt.random_player(text, rng) for _ in range(100)} == {"east", "put hat down", "take key", "take all"}
+    assert {dt.random_player(text, rng) for _ in range(100)} == {
+        "east",
+        "put hat down",
+        "take key",
+        "take all",
+    }
     assert {dt.scripted(text, rng) for _ in range(100)} == {"take key", "take all"}
     assert {dt.scripted(room + "east, put hat down, up\n", rng) for _ in range(100)} == {"east", "up"}
     assert dt.scripted(room + "put hat down\n", rng) == "put hat down"
@@ -141,12 +194,13 @@ def with_the_game(test):
 
 @with_the_game
 def test_the_walkthrough_scores_360():
-    """As it is typed there, which only the paper's matching takes: all points with the 50th command, then the end."""
+    """As it is typed there, which only the paper's matching takes: all points with the 50th command,
+    then the end."""
     commands = start()[0].story.game.get_walkthrough()
     assert len(commands) == 51
     _, rewards, terminated, info = follow(commands, matching="paper")
     assert 10 + sum(rewards[:49]) == 260 and rewards[49] == 100 and rewards[50] == 0 and terminated
-    assert info["episode"] == {"return": 350.0, "score": 360, "length": 51, "success": True}
+    assert info["result"] == {"return": 350.0, "score": 360, "length": 51, "success": True}
 
 
 @with_the_game
@@ -165,7 +219,7 @@ def test_score_and_return_differ_by_what_one_starts_with():
     assert world.story.start.score == 10 and world.story.game.get_max_score() == 360
     for game in games("scripted", 10):
         *_, info = follow(game["actions"])
-        assert info["episode"]["score"] == 10 + info["episode"]["return"] == 10 + sum(game["rewards"])
+        assert info["result"]["score"] == 10 + info["result"]["return"] == 10 + sum(game["rewards"])
 
 
 @with_the_game
@@ -181,7 +235,11 @@ def test_the_parts_of_an_observation():
                     assert len(lines) == 1 and "RESTART" not in text and "out of a possible" not in text
             else:
                 surroundings, inventory, *feedback = lines
-                assert surroundings.startswith("<<") and inventory.startswith("You are carrying") and len(feedback) < 2
+                assert (
+                    surroundings.startswith("<<")
+                    and inventory.startswith("You are carrying")
+                    and len(feedback) < 2
+                )
                 assert surroundings not in "".join(feedback)
                 assert 1 <= len(listed(text)) <= 15 and all(0 < len(action) < 30 for action in listed(text))
 
@@ -197,7 +255,10 @@ def test_only_what_is_listed_is_legal():
         assert ("Illegal Action." in after) == (not legal)
         if not legal:
             lines = after.split("\n")
-            assert lines[2] == "Illegal Action." and lines[:2] + lines[3:] == observation.split("\n")[:2] + lines[3:]
+            assert (
+                lines[2] == "Illegal Action."
+                and lines[:2] + lines[3:] == observation.split("\n")[:2] + lines[3:]
+            )
             assert listed(after) == actions and reward == 0.0 and world.moment is world.story.start
     for action in actions:
         small, capital = (follow([text]) for text in (action, f" {action.upper()} \nand more"))
@@ -219,7 +280,10 @@ def test_every_listed_action_does_something():
 
 @with_the_game
 def test_the_list_depends_on_what_is_seen():
-    """What is kept for a room and its things is what would be found there now. Order matters: demonstrations repeat."""
+    """What is kept for a room and its things is what would be found there now.
+
+    Order matters: demonstrations repeat.
+    """
     rng, checked = random.Random(1), 0
     for game in games("scripted", 40, seed=1):
         world, _ = start()
@@ -235,7 +299,8 @@ def test_the_list_depends_on_what_is_seen():
 def test_jericho_would_list_the_same_without_our_replacement(monkeypatch):
     """Jericho's own search, with every word of the text that its dictionary knows for spaCy's nouns.
 
-    It finds the same actions and then some that differ in words or in nothing: "it", "floor" and directions as things.
+    It finds the same actions and then some that differ in words or in nothing: "it", "floor" and directions
+    as things.
     """
     world, _ = start()
 
@@ -279,7 +344,7 @@ def test_the_papers_matching_takes_what_the_game_understands():
     assert ["Illegal Action." in text for text in strict] == [False, False, True, True]
     # Which can be abused: several moves in one turn.
     *_, info = follow([".".join(["take paper", "w", "take gun", "e", "n"]), *["look"] * 59], matching="paper")
-    assert info["episode"]["score"] == 30
+    assert info["result"]["score"] == 30
 
 
 @with_the_game
@@ -306,9 +371,10 @@ def test_ten_thousand_hostile_actions(matching):
         assert "zqx" not in observation and "/" not in observation and len(observation) < 5000
         assert reward in (0.0, 10.0, 20.0, 30.0, 40.0) and (matching == "paper" or reward < 20)
         assert (
-            observation.rstrip("\n").rpartition("\n")[2].startswith("Actions: ") and observation.isprintable() is False
+            observation.rstrip("\n").rpartition("\n")[2].startswith("Actions: ")
+            and observation.isprintable() is False
         )
-        assert set(info) == ({"action", "episode"} if terminated or truncated else {"action"})
+        assert set(info) == ({"action", "result"} if terminated or truncated else {"action"})
         if terminated or truncated:
             observation, _ = world.reset()
 
@@ -355,7 +421,7 @@ def test_deaths():
     for game in died:
         assert game["rewards"][-1] == 0.0 and "You have died" in game["observations"][-1]
         *_, terminated, info = follow(game["actions"])
-        assert terminated and info["episode"]["success"] is False
+        assert terminated and info["result"]["success"] is False
     assert envs.summarise(died)["success"] == 0.0
 
 

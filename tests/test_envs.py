@@ -1,7 +1,10 @@
 """What every world of the registry keeps to. A new world is tested here by being in envs.ENVS."""
 
+import io
+import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -11,8 +14,11 @@ import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import RecordEpisodeStatistics
 
 import envs
+import envs.play
+from envs.datasets import dialogue
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = [
@@ -90,7 +96,9 @@ def test_states_what_a_trainer_must_know(world):
 
 
 def test_reset_reaches_every_task_and_no_other(world):
-    tasks = range(world.num_tasks) if world.num_tasks <= 500 else (0, world.num_tasks // 2, world.num_tasks - 1)
+    tasks = (
+        range(world.num_tasks) if world.num_tasks <= 500 else (0, world.num_tasks // 2, world.num_tasks - 1)
+    )
     answers = [world.reset(options={"index": index})[1]["answer"] for index in tasks]
     assert len(set(answers)) == len(answers)
     for index in (-1, world.num_tasks):
@@ -134,9 +142,11 @@ def test_any_text_is_an_ordinary_action(world):
 
 
 def test_the_answer_is_not_told(world):
-    """What a step adds does not name it, unless the action did or the episode is over: random players, many tasks."""
+    """What a step adds does not name it, unless the action did or the episode is over: random players,
+    many tasks."""
     if world.id not in ("twenty-questions", "twenty-questions-subset", "guess-my-city"):
-        pytest.skip("what is to be reached is no secret here")  # or a world's own test says where it may stand
+        # or a world's own test says where it may stand
+        pytest.skip("what is to be reached is no secret here")
     rng = random.Random(0)
     for index in range(0, world.num_tasks, max(1, world.num_tasks // 50)):
         observation, info = world.reset(seed=index, options={"index": index})
@@ -144,7 +154,9 @@ def test_the_answer_is_not_told(world):
         assert not re.search(rf"\b{re.escape(secret)}\b", observation, re.I)
         while not over:
             before = observation
-            observation, _, terminated, truncated, info = world.step(world.players["random"](observation, rng))
+            observation, _, terminated, truncated, info = world.step(
+                world.players["random"](observation, rng)
+            )
             over = terminated or truncated
             reply = observation[len(before) + len(info["action"]) :]
             assert over or not re.search(rf"\b{re.escape(secret)}\b", reply, re.I)
@@ -166,31 +178,41 @@ def test_episodes_end_once_and_say_how(world):
         assert not (terminated or truncated)
         _, reward, terminated, truncated, info = world.step("nonsense")
         total += reward
-        assert ("episode" in info) == (terminated or truncated)
+        assert ("result" in info) == (terminated or truncated)
     assert truncated and not terminated
-    assert info["episode"].items() >= {"return": total, "length": turn, "success": False}.items()
+    assert info["result"].items() >= {"return": total, "length": turn, "success": False}.items()
     with pytest.raises(ResetNeeded, match="reset"):
         world.step("after the end")
 
 
-def test_the_figures_take_for_a_success_what_the_world_does(world):
-    """A dialogue has no mark of success: `summarise` must find it in the end and the last reward."""
-    if getattr(world, "multiline", False):
-        pytest.skip("the last reward is the share of tests passed")
-    rng = random.Random(0)
-    for player in world.players.values():
-        for _ in range(20):
-            observation, info = world.reset(seed=rng.randrange(1000))
-            played = {"observations": [observation], "actions": [], "rewards": []}
-            terminated = truncated = False
-            while not (terminated or truncated):
-                observation, reward, terminated, truncated, info = world.step(player(observation, rng))
-                played["observations"].append(observation)
-                played["actions"].append(info["action"])
-                played["rewards"].append(reward)
-            figures = envs.summarise([played | {"terminated": terminated}])
-            assert figures["success"] == info["episode"]["success"]
-            assert (figures["return"], figures["length"]) == (info["episode"]["return"], info["episode"]["length"])
+def test_gymnasiums_statistics_can_be_kept_of_it(world):
+    """RecordEpisodeStatistics asserts that info["episode"] is free, and puts its own into it."""
+    kept = RecordEpisodeStatistics(world)
+    kept.reset(seed=0)
+    over = False
+    while not over:
+        _, _, terminated, truncated, info = kept.step("nonsense")
+        over = terminated or truncated
+    assert info["episode"]["l"] == info["result"]["length"]
+    assert info["episode"]["r"] == pytest.approx(info["result"]["return"])
+
+
+def test_success_is_what_the_world_says(world):
+    """In a dialogue of the lockstep, in one of a scripted player, and in the figures of both."""
+    worlds, rng = envs.VecTextEnv(world.id, 1), random.Random(0)
+    for name, player in world.players.items():
+        for _ in range(2):
+            index = rng.randrange(world.num_tasks)
+            (observation,), _ = worlds.reset(seeds=[5], indices=[index])
+            played = dialogue(world, player, random.Random(5), index, seed=5)
+            again, rng_of_player = worlds.envs[0].players[name], random.Random(5)  # one may know its world
+            while worlds.alive():
+                (observation,), _, _, _, (info,) = worlds.step([again(observation, rng_of_player)])
+            result, figures = info["result"], envs.summarise(worlds.dialogues)
+            assert worlds.dialogues[0]["success"] is played["success"] is result["success"]
+            assert (figures["return"], figures["length"]) == (result["return"], result["length"])
+            assert figures["success"] == result["success"] and figures["cut"] == 0
+    worlds.close()
 
 
 # ---------------------------------------------------------------------------------- demonstrations
@@ -199,22 +221,25 @@ def test_the_figures_take_for_a_success_what_the_world_does(world):
 def test_demonstrations_are_what_the_world_says(world):
     source = envs.make(world.demonstration_env)
     index_of = {source.reset(options={"index": i})[1]["answer"]: i for i in range(source.num_tasks)}
-    for dialogue in world.demonstrations(50, seed=3):
-        observation, info = source.reset(options={"index": index_of[dialogue["answer"]]})
+    for made in world.demonstrations(50, seed=3):
+        observation, info = source.reset(options={"index": index_of[made["answer"]]})
         observations, rewards = [observation], []
-        for action in dialogue["actions"]:
+        for action in made["actions"]:
             observation, reward, terminated, truncated, info = source.step(action)
             assert info["action"] == action
             observations.append(observation)
             rewards.append(reward)
-        assert dialogue == {
+        imitated = made.pop("imitate", made["actions"])  # a mark for each action, if there are any
+        assert len(imitated) == len(made["actions"])
+        assert made == {
             "observations": observations,
-            "actions": dialogue["actions"],
+            "actions": made["actions"],
             "rewards": rewards,
             "terminated": terminated,
             "truncated": truncated,
-            "answer": dialogue["answer"],
-            "return": info["episode"]["return"],
+            "success": info["result"]["success"],
+            "answer": made["answer"],
+            "return": info["result"]["return"],
         }
 
 
@@ -229,15 +254,21 @@ def test_demonstrations_are_set_by_their_seed(world):
 def test_unknown_names_are_refused_in_one_line():
     with pytest.raises(ValueError, match=r"^unknown environment 'chess'; known: twenty-questions, [^\n]*$"):
         envs.make("chess")
-    with pytest.raises(ValueError, match=r"^twenty-questions has no option 'orcale'; it has: oracle, matching$"):
+    with pytest.raises(
+        ValueError, match=r"^twenty-questions has no option 'orcale'; it has: oracle, matching$"
+    ):
         envs.make("twenty-questions", orcale="x")
 
 
 def test_missing_packages_and_files_are_named(monkeypatch, tmp_path):
-    with pytest.raises(envs.Unavailable, match=r"^twenty-questions: the oracle [^\n]* does not exist; give [^\n]*$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^twenty-questions: the oracle [^\n]* does not exist; give [^\n]*$"
+    ):
         envs.make("twenty-questions", oracle=tmp_path / "nowhere")
     monkeypatch.setitem(envs.ENVS, "absent", envs.Entry("no_such_package:World", "", "no_such_package"))
-    with pytest.raises(envs.Unavailable, match=r"^absent needs the package no_such_package: pip install [^\n]*$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^absent needs the package no_such_package: pip install [^\n]*$"
+    ):
         envs.make("absent")
     assert "pip install" in envs.missing("absent")
     assert envs.missing("twenty-questions") is None
@@ -245,7 +276,9 @@ def test_missing_packages_and_files_are_named(monkeypatch, tmp_path):
 
 def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess:
     command = [sys.executable, *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
 
 
 def test_importing_is_light():
@@ -289,7 +322,7 @@ def test_lockstep_leaves_ended_worlds_and_none_alone():
     first = worlds.step(["Is it a cat?", None, "Is it a cat?"])
     assert first[0] == ["Questions:\nIs it a cat? Yes.\n", "Questions:\n", "Questions:\nIs it a cat? No.\n"]
     assert first[1:4] == ([0.0, 0.0, -1.0], [True, False, False], [False] * 3)
-    assert first[4][1] == {} and first[4][0]["episode"]["success"]
+    assert first[4][1] == {} and first[4][0]["result"]["success"]
     second = worlds.step(["Is it a horse?"] * 3)
     assert second[0][0] == first[0][0] and second[1] == [0.0, -1.0, 0.0]
     assert second[2] == [True, False, True] and second[4][0] == {}
@@ -314,11 +347,79 @@ def test_lockstep_names_the_world_that_fails():
         worlds.step(["?", "?"])
 
 
+def said(*actions: str, **more) -> dict:
+    """A dialogue of these actions, each of which cost -1."""
+    observations = [
+        "> " + "".join(f"{action} no\n" for action in actions[:n]) for n in range(len(actions) + 1)
+    ]
+    rewards = [-1.0] * len(actions)
+    made = {"observations": observations, "actions": [*actions], "rewards": rewards, "answer": "x"}
+    return made | {"terminated": True, "success": False} | more
+
+
+def test_late_repetitions_are_counted():
+    """Of the utterances from the ninth on, those that an earlier one of the same dialogue had."""
+    eight = [*"abcdefgg"]
+    assert envs.summarise([said(*eight)])["repeated"] == 0.0, "nobody was asked so late"
+    assert envs.summarise([said(*eight, "a", "h"), said(*eight, "h", "h")])["repeated"] == 0.5
+
+
+def test_a_dialogue_can_be_cut_from_outside():
+    worlds = envs.VecTextEnv("twenty-questions", 3)
+    worlds.reset(indices=[10, 11, 12])  # cat, dog, horse
+    worlds.cut(1)
+    worlds.step(["Is it a cat?", "Is it a dog?", "Is it invalid?"])
+    worlds.cut(0)  # has ended by itself
+    assert worlds.alive() == [2] and worlds.truncated == [False, True, False]
+    assert [d["cut"] for d in worlds.dialogues] == [False, True, False]
+    assert worlds.dialogues[1]["actions"] == [] and not worlds.dialogues[1]["terminated"]
+    figures = envs.summarise(worlds.dialogues)
+    assert figures["cut"] == pytest.approx(1 / 3) and figures["truncated"] == pytest.approx(2 / 3)
+    assert figures["length"] == pytest.approx(2 / 3) and figures["invalid"] == 0.5
+    alone = envs.summarise([worlds.dialogues[1]])
+    assert alone == {
+        "return": 0,
+        "success": 0,
+        "length": 0,
+        "truncated": 1,
+        "cut": 1,
+        "invalid": 0,
+        "repeated": 0,
+    }
+    worlds.reset()
+    assert worlds.alive() == [0, 1, 2] and not any(d["cut"] for d in worlds.dialogues)
+
+
+# ---------------------------------------------------------------------------------- a world's options
+
+
+def test_options_from_a_command_line():
+    assert envs.options("") == {}
+    assert envs.options("oracle=a/b=c, max_turns=-5") == {"oracle": "a/b=c", "max_turns": -5}
+
+
+@pytest.mark.parametrize(
+    "text", ["matching", "matching=", "=paper", "a=1,,b=2", "a=1,", "a=1,a=2", "a b=1", ","]
+)
+def test_what_is_no_option_is_said_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^'[^\n]*' in '[^\n]*' is no option: write NAME=VALUE,[^\n]*$"):
+        envs.options(text)
+
+
+def test_an_option_of_the_wrong_kind_is_said_in_one_line():
+    with pytest.raises(ValueError, match=r"^apps: max_turns must be a whole number, not 'ten'$"):
+        envs.make("apps", **envs.options("max_turns=ten"))
+    with pytest.raises(envs.Unavailable, match=r"^twenty-questions: the oracle 7 does not exist"):
+        envs.make("twenty-questions", **envs.options("oracle=7"))
+
+
 # ------------------------------------------------------------------------------------------- play
 
 
 def test_a_person_can_play_and_win():
-    result = run("-m", "envs.play", "twenty-questions", "--index", "11", stdin="Is it an animal?\n\nIs it a dog?\n")
+    result = run(
+        "-m", "envs.play", "twenty-questions", "--index", "11", stdin="Is it an animal?\n\nIs it a dog?\n"
+    )
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout == "Questions:\n> Yes.\n> Invalid Question.\n> Yes.\nSolved.\n3 turns, return -2\n"
 
@@ -329,7 +430,9 @@ def test_a_person_can_type_a_loop():
 
 
 def test_a_person_can_leave_and_lose():
-    left = run("-m", "envs.play", "twenty-questions", "--index", "11", "--show-answer", stdin="Is it a cat?\n")
+    left = run(
+        "-m", "envs.play", "twenty-questions", "--index", "11", "--show-answer", stdin="Is it a cat?\n"
+    )
     assert left.returncode == 0 and left.stderr == ""
     assert left.stdout == "(hidden: dog)\nQuestions:\n> No.\n> \nGoodbye. It was: dog\n"
     lost = run("-m", "envs.play", "twenty-questions", "--seed", "1", stdin="x\n" * 20)
@@ -355,6 +458,95 @@ def test_a_person_can_choose_the_worlds_options():
 def test_play_refuses_nonsense_in_one_line(args):
     result = run("-m", "envs.play", *args)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------- an agent plays
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    """The folder of a run whose actor is a random Llama of characters."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+
+    characters = ["</s>", *map(chr, range(32, 127)), "\n"]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=len(characters), max_position_embeddings=4000, eos_token_id=0, **sizes
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "actor")
+    tokenizer.save_pretrained(folder / "actor")
+    return folder
+
+
+def test_an_agents_prompt_is_made_of_pieces(agent):
+    player = envs.play.Agent(str(agent), True, True, None)
+    observations = ["Hall.\n", "Hall.\ngo north Study.\n"]
+    whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
+    assert whole == "Hall.\ngo north</s> Study.\n"
+    player.append_only = False
+    assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
+    player.append_only, player.tokenizer.chat_template = True, TEMPLATE
+    player.before, player.between, player.behind = envs.play.chat_pieces(player.tokenizer)
+    whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
+    asked = "<|user|>Hall.\n</s><|assistant|>go north</s>"
+    assert whole == asked + "<|user|> Study.\n</s><|assistant|>"
+
+
+@pytest.fixture
+def play_it(monkeypatch, capsys):
+    """Calls envs.play in this process, where torch is imported once: exit code, output, errors."""
+
+    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["envs.play", *args])
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = envs.play.main()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_an_agent_plays_a_world(agent, play_it):
+    """The folder of a run and that of its model are the same agent; a seed repeats what it draws."""
+    command = ["mini-detective", "--index", "3", "--seed", "1", "--agent"]
+    code, first, errors = play_it(*command, str(agent))
+    assert code == 0 and errors == "" and play_it(*command, str(agent / "actor")) == (code, first, errors)
+    assert first.count("\n> ") == 60 and first.endswith("60 turns, return 0\n")
+    assert play_it(*command, str(agent), "--greedy")[1] not in ("", first)
+
+
+def test_an_agent_asks_a_person(agent, play_it):
+    """In a process of its own, too, where nothing but the dialogue may be printed."""
+    command = ["twenty-questions", "--agent", str(agent), "--greedy"]
+    result = run("-m", "envs.play", *command, stdin="y\n?\nc\n")
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.startswith("Think of one of its words") and result.stdout.count("Answer: ") == 3
+    code, left, _ = play_it(*command, stdin="y\n")
+    assert code == 0 and left.endswith("Goodbye.\n") and left.count("Answer: ") == 2
+
+
+def test_what_is_wrong_with_an_agent_is_said_in_one_line(agent, play_it, tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, _, errors = play_it("mini-detective", "--agent", str(folder))
+        assert code == 2 and len(errors.splitlines()) == 1 and str(folder) in errors
+    shutil.copytree(agent / "actor", tmp_path / "short")
+    config = tmp_path / "short/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
+    code, _, errors = play_it("mini-detective", "--agent", str(tmp_path / "short"))
+    assert (code, errors) == (2, "the dialogue has outgrown the agent's context of 100 tokens\n")
 
 
 # ------------------------------------------------------------------------------------------- speed

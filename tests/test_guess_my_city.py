@@ -1,4 +1,5 @@
-"""Guess My City: the table, the parser, both rules of guessing, what answers may give away, and the players."""
+"""Guess My City: the table, the parser, both rules of guessing, what answers may give away,
+and the players."""
 
 import doctest
 import random
@@ -57,8 +58,21 @@ def test_the_cities():
     assert len(CITIES) == 100 and len(FACTS["countries"]) == 44
     names = [(name, city) for city in CITIES for name in gc.names_of(city)]
     assert len({name for name, _ in names}) == len(set(names)), "a name belongs to two cities"
-    assert {entry["country"] for entry in ENTRIES.values()} == set(FACTS["countries"]), "a country without a city"
-    parts = {"", "central", "north", "south", "east", "west", "northeast", "northwest", "southeast", "southwest"}
+    assert {entry["country"] for entry in ENTRIES.values()} == set(FACTS["countries"]), (
+        "a country without a city"
+    )
+    parts = {
+        "",
+        "central",
+        "north",
+        "south",
+        "east",
+        "west",
+        "northeast",
+        "northwest",
+        "southeast",
+        "southwest",
+    }
     assert {gc.part_of(city) for city in CITIES} <= parts
     words = {"capital", "regional capital", "high", "mountains", "island", "southern", "western", "andes"}
     assert {word for entry in ENTRIES.values() for word in entry.get("is", [])} == words
@@ -66,11 +80,16 @@ def test_the_cities():
 
 
 def test_a_country_has_one_capital():
-    capitals = Counter(entry["country"] for city, entry in ENTRIES.items() if "capital" in entry.get("is", []))
+    capitals = Counter(
+        entry["country"] for city, entry in ENTRIES.items() if "capital" in entry.get("is", [])
+    )
     assert set(capitals.values()) == {1}
     without = {"Turkey": 0, "Pakistan": 1, "Morocco": 1, "USA": 1, "Canada": 1, "Australia": 1, "Vietnam": 1}
-    without |= {"Ivory Coast": 1, "Ecuador": 1, "Myanmar": 1, "Philippines": 1}  # their capitals are not in the list
-    assert set(FACTS["countries"]) - set(capitals) == {country for country, missing in without.items() if missing}
+    # their capitals are not in the list
+    without |= {"Ivory Coast": 1, "Ecuador": 1, "Myanmar": 1, "Philippines": 1}
+    assert set(FACTS["countries"]) - set(capitals) == {
+        country for country, missing in without.items() if missing
+    }
 
 
 def test_every_two_cities_are_told_apart_by_yes_and_no():
@@ -119,10 +138,13 @@ def test_the_oracle_says_what_the_table_has():
         for sea in ("Pacific Ocean", "Mediterranean Sea", "Black Sea", "Yellow Sea"):
             expected[f"Is your city located on the {sea}?"] = sea in own.get("seas", [])
         expected |= {f"Is your city located in {place}?": True for place in places}
-        wrong = {q: yes for q, yes in expected.items() if gc.table_oracle(city, q) != ("Yes." if yes else "No.")}
+        wrong = {
+            q: yes for q, yes in expected.items() if gc.table_oracle(city, q) != ("Yes." if yes else "No.")
+        }
         assert not wrong, city
         shown[
-            gc.table_oracle(city, "What language is spoken in your city?") == f"People speak {in_sentence(languages)}."
+            gc.table_oracle(city, "What language is spoken in your city?")
+            == f"People speak {in_sentence(languages)}."
         ] += 1
     assert shown[False] == 22  # whose languages are those of fewer than three cities
 
@@ -227,7 +249,9 @@ def test_the_questions_of_real_dialogues():
     asked, answered, agree = 0, 0, []
     for game in dialogues:
         city = index[game["answer"].split(",")[0]]
-        for question, reply in zip(game["actions"], envs.replies(game["observations"], game["actions"]), strict=True):
+        for question, reply in zip(
+            game["actions"], envs.replies(game["observations"], game["actions"]), strict=True
+        ):
             read = parse(question[:200])
             asked += 1
             answered += read is not None and read.topic != "unknown"
@@ -280,9 +304,13 @@ def test_the_papers_matching_finds_the_name_anywhere(question):
 
 
 def test_the_papers_matching_knows_one_spelling():
-    assert ask("Kinshaha", "Is it Kinshasa?")[2] and not ask("Kinshaha", "Is it Kinshasa?", matching="paper")[2]
+    assert (
+        ask("Kinshaha", "Is it Kinshasa?")[2] and not ask("Kinshaha", "Is it Kinshasa?", matching="paper")[2]
+    )
     every_name = " ".join(CITIES)[:200]
-    assert sum(ask(city, every_name, matching="paper")[2] for city in CITIES) > 20, "one question wins all it can hold"
+    assert sum(ask(city, every_name, matching="paper")[2] for city in CITIES) > 20, (
+        "one question wins all it can hold"
+    )
     assert not any(ask(city, every_name)[2] for city in CITIES)
     with pytest.raises(ValueError, match="matching: 'loose' is none of strict, paper"):
         envs.make("guess-my-city", matching="loose")
@@ -295,7 +323,7 @@ def test_the_last_question_may_win():
         assert world.step("Is it Cairo?")[2:4] == (False, False)
     *_, terminated, truncated, info = world.step("Is it Lima?")
     assert (terminated, truncated) == (True, False)
-    assert info["episode"] == {"return": -19.0, "length": 20, "success": True}
+    assert info["result"] == {"return": -19.0, "length": 20, "success": True}
 
 
 # ------------------------------------------------------------------------------- hacking the reward
@@ -330,7 +358,10 @@ def test_an_answer_that_names_the_city_is_withheld(monkeypatch):
     for said in ("I am from Bombay.", "MUMBAI!", "It is Mumbai, in India", "bombay"):
         monkeypatch.setattr(world, "oracle", lambda city, question, said=said: said)
         observation, reward, terminated, *_ = world.step("Where?")
-        assert observation.endswith("Where? I cannot answer that question.\n") and (reward, terminated) == (-1.0, False)
+        assert observation.endswith("Where? I cannot answer that question.\n") and (reward, terminated) == (
+            -1.0,
+            False,
+        )
     monkeypatch.setattr(world, "oracle", lambda city, question: "I am from Bombayville.")
     assert world.step("Where?")[0].endswith("Where? I am from Bombayville.\n")
 
@@ -408,7 +439,11 @@ def test_ten_thousand_hostile_questions():
     asked = 0
     while asked < 10_000:
         observation, info = world.reset(seed=rng.randrange(2**31))
-        city, over, names = info["answer"], False, [re.compile(rf"\b{name}\b") for name in gc.names_of(info["answer"])]
+        city, over, names = (
+            info["answer"],
+            False,
+            [re.compile(rf"\b{name}\b") for name in gc.names_of(info["answer"])],
+        )
         while not over:
             before = observation
             observation, _, terminated, truncated, info = world.step(text())
@@ -454,7 +489,11 @@ def test_candidates_are_the_cities_that_agree_with_every_answer():
     assert gc.candidates(start) == gc.ALL
     japan = start + "Is your city in Japan? Yes.\n"
     assert cities_in(gc.candidates(japan)) == ["Tokyo", "Yokohama", "Osaka", "Nagoya"]
-    more = japan + "garbled is Invalid Question.\nWhat is it called? I cannot answer that question.\nIs it Tokyo? No.\n"
+    more = (
+        japan
+        + "garbled is Invalid Question.\nWhat is it called? I cannot answer that question.\nIs it Tokyo? "
+        "No.\n"
+    )
     assert cities_in(gc.candidates(more)) == ["Yokohama", "Osaka", "Nagoya"]
     spoken = start + "What language do people speak in your city? People speak Korean.\n"
     assert cities_in(gc.candidates(spoken)) == ["Seoul", "Pusan", "Pyong Yang", "Taega", "Inchon"]
@@ -464,13 +503,16 @@ def test_candidates_are_the_cities_that_agree_with_every_answer():
 
 
 def least_cost(n: int, answers: int) -> int:
-    """The least sum, over n cities, of the questions that do not win, if a question may have that many answers."""
+    """The least sum, over n cities, of the questions that do not win,
+    if a question may have that many answers."""
     cost = [0, 0]
     for k in range(2, n + 1):
         split = [0] + [10**9] * k  # of so many cities into groups smaller than k
         for _ in range(answers):
             for total in range(k, 0, -1):
-                split[total] = min([split[total], *(split[total - c] + cost[c] for c in range(1, min(k, total + 1)))])
+                split[total] = min(
+                    [split[total], *(split[total - c] + cost[c] for c in range(1, min(k, total + 1)))]
+                )
         cost.append(min(k - 1 + cost[k - 1], k + split[k]))
     return cost[n]
 
@@ -481,14 +523,19 @@ def test_best_returns():
     assert world.best_return == -least_cost(100, answers) / 100, "a bound: every question as good as the best"
     closed = play_all(world, "closed")
     assert success_rate(closed) == 1.0
-    assert sum(game["return"] for game in closed) == -least_cost(100, 2) == -608, "no yes/no questions can do better"
+    assert sum(game["return"] for game in closed) == -least_cost(100, 2) == -608, (
+        "no yes/no questions can do better"
+    )
 
 
 def test_the_expert():
     world = envs.make("guess-my-city")
     dialogues = play_all(world, "expert")
     assert success_rate(dialogues) == 1.0
-    assert mean_return(dialogues) == pytest.approx(world.expert_return) and world.expert_return <= world.best_return
+    assert (
+        mean_return(dialogues) == pytest.approx(world.expert_return)
+        and world.expert_return <= world.best_return
+    )
 
 
 def test_the_random_player_hardly_ever_wins():
@@ -496,7 +543,9 @@ def test_the_random_player_hardly_ever_wins():
     assert -19.6 < mean_return(dialogues) < -18.5 and success_rate(dialogues) < 0.15
 
 
-@pytest.mark.parametrize(("knobs", "mean", "success"), [({}, -9.2, 0.97), ({"guess": 0.0, "open": 0.0}, -7.7, 1.0)])
+@pytest.mark.parametrize(
+    ("knobs", "mean", "success"), [({}, -9.2, 0.97), ({"guess": 0.0, "open": 0.0}, -7.7, 1.0)]
+)
 def test_the_scripted_player(knobs, mean, success):
     dialogues = play_all(envs.make("guess-my-city"), "scripted", rounds=8, **knobs)
     assert mean_return(dialogues) == pytest.approx(mean, abs=0.5)
@@ -520,7 +569,9 @@ def test_demonstrations():
     assert {parse(action).topic for action in actions if parse(action)} >= {"language", "climate", "sight"}
     for game in dialogues[:200]:  # what stands in the text is what was asked and answered, byte for byte
         text = "Questions:\n"
-        for action, reply in zip(game["actions"], envs.replies(game["observations"], game["actions"]), strict=True):
+        for action, reply in zip(
+            game["actions"], envs.replies(game["observations"], game["actions"]), strict=True
+        ):
             won = parse(action) is not None and parse(action).guess == game["answer"]
             text += f"{action} {'Yes.' if won else gc.table_oracle(game['answer'], action)}\n"
             assert reply.startswith(" ") and reply.endswith("\n")
@@ -551,7 +602,22 @@ def checkpoint(tmp_path_factory):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    words = ["<pad>", "</s>", "<unk>", "Your", "home", "town", "is", "Lima", "Peru", "in", "yes", "no", ".", "?"]
+    words = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "Your",
+        "home",
+        "town",
+        "is",
+        "Lima",
+        "Peru",
+        "in",
+        "yes",
+        "no",
+        ".",
+        "?",
+    ]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -575,7 +641,11 @@ def test_a_model_may_answer(checkpoint):
         before = observation
         observation, reward, terminated, *_ = world.step(question)
         reply = observation.removeprefix(before + question)
-        assert 2 < len(reply) <= gc.MAX_ANSWER_CHARS + 2 and reply.count("\n") == 1 and "lima" not in reply.lower()
+        assert (
+            2 < len(reply) <= gc.MAX_ANSWER_CHARS + 2
+            and reply.count("\n") == 1
+            and "lima" not in reply.lower()
+        )
         assert reward == -1.0 and not terminated
         assert observation in world.observation_space
     observation, reward, terminated, *_ = world.step("Is it Lima?")
@@ -589,5 +659,7 @@ def test_a_folder_without_a_model_is_named(tmp_path):
         envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* cannot be loaded \(\w+: .+\); give .*$"
     ):
         envs.make("guess-my-city", oracle=tmp_path)
-    with pytest.raises(envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* does not exist; give [^\n]*$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* does not exist; give [^\n]*$"
+    ):
         envs.make("guess-my-city", oracle=tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""lge_drrn.py: each equation against a loop in float64, the memory, the guide, resume; most on a world without Java."""
+"""lge_drrn.py: each equation against a loop in float64, the memory, the guide, resume; most without Java."""
 
 import json
 import os
@@ -16,11 +16,12 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import huber_loss  # E3
 
 import envs
 import lge_drrn
 from envs import scienceworld
-from lge_drrn import (  # E3, E2, E5, E4
+from lge_drrn import (  # E2, E5, E4
     DRRN,
     FIELDS,
     Args,
@@ -30,7 +31,6 @@ from lge_drrn import (  # E3, E2, E5, E4
     Table,
     Texts,
     View,
-    huber_loss,
     learn,
     prune,
     q_target,
@@ -52,7 +52,11 @@ class Toy:
         self.split, self.variations, self.num_tasks = split, range(3), 3
 
     def info(self, said):
-        names = [f"go to {'house' if self.garden else 'garden'}", "look around", *[f"take {x}" for x in self.things]]
+        names = [
+            f"go to {'house' if self.garden else 'garden'}",
+            "look around",
+            *[f"take {x}" for x in self.things],
+        ]
         return {
             "task": f"find the {self.things[self.index]}",
             "observation": said,
@@ -81,7 +85,7 @@ class Toy:
         if self.turns == self.die_at:
             self.score, terminated, truncated, info["died"] = before, False, True, True
         if terminated or truncated:
-            info["episode"] = {"return": float(self.score), "length": self.turns, "success": self.score >= 100}
+            info["result"] = {"return": float(self.score), "length": self.turns, "success": self.score >= 100}
         return "", float(self.score - before), terminated, truncated, info
 
     def close(self):
@@ -89,9 +93,19 @@ class Toy:
 
 
 TINY = {
-    "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3, "batch": 8,
-    "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3, "guide": "none",
+    "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3,
+    "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3,
+    "guide": "none",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """`main` takes over Ctrl-C and SIGTERM, which pytest wants back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -104,9 +118,19 @@ def toy(monkeypatch):
 
 @pytest.fixture(scope="module")
 def texts():
-    words = ["go to garden", "take pear", "a house with\tthings", "nothing", "look", "", "find the pear OBSERVATION x"]
-    tokenizer = lge_drrn.make_tokenizer([word + "\n" for word in words], 280)
-    return Texts(tokenizer, words)
+    words = [
+        "go to garden",
+        "take pear",
+        "a house with\tthings",
+        "nothing",
+        "look",
+        "",
+        "find the pear OBSERVATION x",
+    ]
+    texts = Texts(lge_drrn.make_vocabulary(words, 280))
+    for word in words:
+        texts.add(word)
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +149,15 @@ def guide_folder(tmp_path_factory):
     tokenizer = transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt"))
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
     )
+    config.pooling, tokenizer.model_max_length = "mean", 16
     transformers.BertModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "guide.json").write_text(json.dumps({"pooling": "mean", "max_tokens": 16, "task_split": "train"}))
     return folder
 
 
@@ -160,7 +188,7 @@ def naive_q(network: DRRN, texts: Texts, state, action: int) -> torch.Tensor:
 @pytest.mark.parametrize("q_hidden", [True, False])
 def test_e1_is_the_naive_loop_whether_texts_repeat_or_not(texts, q_hidden):
     torch.manual_seed(0)
-    network = DRRN(len(texts.tokenizer), 6, q_hidden).double()
+    network = DRRN(texts.tokenizer.get_vocab_size(), 6, q_hidden).double()
     states = np.array([(6, 2, 3), (6, 2, 3), (4, 2, 5)])
     actions = [np.array([0, 1, 4, 0]), np.array([1]), np.array([0, 5])]
     found = Copy(network, texts).q(states, actions)
@@ -175,14 +203,19 @@ def test_the_heads_two_parts_start_as_one_layer_would():
     for part in (network.state_part.weight, network.action_part.weight, network.state_part.bias):
         assert part.abs().max() <= 128**-0.5
     both = torch.cat([network.state_part.weight, network.action_part.weight], -1)
-    assert both.shape == one.weight.shape and both.std().item() == pytest.approx(one.weight.std().item(), rel=0.05)
+    assert both.shape == one.weight.shape and both.std().item() == pytest.approx(
+        one.weight.std().item(), rel=0.05
+    )
 
 
 def test_e2_e3_are_the_naive_loops():
     rng = np.random.default_rng(0)
     reward, next_q, q = (torch.tensor(rng.normal(0, 3, 50)) for _ in range(3))
     ended = torch.tensor((rng.random(50) < 0.3).astype(float))
-    y = [r + (0 if e else 0.9 * n) for r, n, e in zip(reward.tolist(), next_q.tolist(), ended.tolist(), strict=True)]
+    y = [
+        r + (0 if e else 0.9 * n)
+        for r, n, e in zip(reward.tolist(), next_q.tolist(), ended.tolist(), strict=True)
+    ]
     assert torch.allclose(q_target(reward, next_q, ended, 0.9), torch.tensor(y, dtype=torch.float64))
     errors = [abs(a - b) for a, b in zip(q.tolist(), y, strict=True)]
     loss = sum(e * e / 2 if e < 1 else e - 0.5 for e in errors) / 50
@@ -228,10 +261,10 @@ def test_e5_keeps_the_nearest_and_what_is_kept_in_any_case():
 
 
 def test_learning_from_a_batch_is_the_naive_descent(texts):
-    """The same loss, the same gradient: texts encoded once as if encoded for each transition apart (E1, E2, E3)."""
+    """The same loss and gradient: texts encoded once as if encoded for each transition apart (E1, E2, E3)."""
     torch.manual_seed(1)
-    network, args = DRRN(len(texts.tokenizer), 6, True).double(), Args(max_grad_norm=1e9)
-    other = DRRN(len(texts.tokenizer), 6, True).double()
+    network, args = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double(), Args(max_grad_norm=1e9)
+    other = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double()
     other.load_state_dict(network.state_dict())
     numbers = np.array([[6, 2, 3, 0, 6, 2, 5], [6, 2, 3, 1, 4, 2, 3], [6, 2, 3, 0, 6, 2, 5]])
     figures = torch.tensor([[3.0, 0.0], [-40.0, 1.0], [0.0, 0.0]])
@@ -264,7 +297,14 @@ def test_the_memory_has_two_rings():
     for n in range(20):
         push(replay, n, n % 5 == 0)
     assert replay.sizes() == [4, 6]
-    assert sorted(replay.numbers[:4, 0]) == [0, 5, 10, 15] and sorted(replay.numbers[4:, 0]) == [13, 14, 16, 17, 18, 19]
+    assert sorted(replay.numbers[:4, 0]) == [0, 5, 10, 15] and sorted(replay.numbers[4:, 0]) == [
+        13,
+        14,
+        16,
+        17,
+        18,
+        19,
+    ]
     numbers, figures, sets = replay.sample(8, rng)
     drawn = numbers[:, 0].tolist()
     assert len(set(drawn)) == 8 and sum(n % 5 == 0 for n in drawn) == 3  # 0.4 of 8, none twice
@@ -309,77 +349,87 @@ def test_a_table_computes_each_row_once():
 
 # --------------------------------------------------------------------------------------- the guide
 def test_the_guide_leaves_the_nearest_and_navigation(guide_folder, texts):
-    def guide(args: Args) -> Guide:
-        made = Guide(args)
-        made.texts = texts
-        return made
-
     args = Args(guide=str(guide_folder), top_k=1)
     actions = ["take pear", "go to garden", "teleport to moon", "take stone", "ago to x"]
-    view = View((0, 0, 0), texts.add("take stone"), np.array([texts.add(action) for action in actions], np.int32))
-    names = [texts.texts[i] for i in guide(args).pruned(view)]
+    view = View(
+        (0, 0, 0), texts.add("take stone"), np.array([texts.add(action) for action in actions], np.int32)
+    )
+    names = [texts.texts[i] for i in Guide(args, texts).pruned(view)]
     assert names == ["go to garden", "teleport to moon", "take stone"]  # cosine 1 with itself
-    without = guide(replace(args, prune_navigation=True))
+    without = Guide(replace(args, prune_navigation=True), texts)
     assert [texts.texts[i] for i in without.pruned(view)] == ["take stone"]  # D6
-    assert len(guide(Args(guide="none")).pruned(view)) == 5
+    assert len(Guide(Args(guide="none"), texts).pruned(view)) == 5
 
 
-@pytest.mark.parametrize("broken", ["guide.json", "config.json", "model.safetensors", "tokenizer.json"])
-def test_a_broken_guide_is_one_line(broken, guide_folder, tmp_path, capsys):
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_broken_guide_is_refused(broken, guide_folder, tmp_path, texts):
     for file in guide_folder.iterdir():
         (tmp_path / file.name).write_bytes(b"\x00garbage" if file.name == broken else file.read_bytes())
-    with pytest.raises(SystemExit) as error:
-        Guide(Args(guide=str(tmp_path)))
-    said = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and len(said) == 1 and "--guide" in said[0] and "guide_simcse.py" in said[0]
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be loaded"):
+        Guide(Args(guide=str(tmp_path)), texts)
 
 
-def test_a_guide_that_would_be_another_is_refused(guide_folder, tmp_path, capsys):
+def test_a_guide_that_would_be_another_is_refused(guide_folder, tmp_path, texts):
     """Weights under other names would be drawn at random, a pooling of another name taken for the mean."""
     shutil.copytree(guide_folder, tmp_path / "weights")
     weights = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
     renamed = {f"other.{name}": weight for name, weight in weights.items()}
     safetensors.torch.save_file(renamed, tmp_path / "weights" / "model.safetensors", {"format": "pt"})
-    shutil.copytree(guide_folder, tmp_path / "pooling")
-    (tmp_path / "pooling" / "guide.json").write_text(json.dumps({"pooling": "max", "max_tokens": 16}))
-    for name, reason in {"weights": "no weights for", "pooling": "max"}.items():
-        with pytest.raises(SystemExit):
-            Guide(Args(guide=str(tmp_path / name)))
-        assert reason in capsys.readouterr().err
+    for name, pooling in {"other": "max", "none": None}.items():
+        shutil.copytree(guide_folder, tmp_path / name)
+        config = json.loads((guide_folder / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"pooling": pooling}))
+    for name, reason in {"weights": "no weights for", "other": "pooling", "none": "pooling"}.items():
+        with pytest.raises(ValueError, match=reason):
+            Guide(Args(guide=str(tmp_path / name)), texts)
 
 
-def test_the_newest_guide_is_found(toy, tmp_path):
-    args = Args(runs=str(tmp_path))
-    assert lge_drrn.checked(args).guide == "none"
-    for n in (1, 2):
-        folder = tmp_path / f"scienceworld__guide_simcse__{n}__x" / "guide"
-        folder.mkdir(parents=True)
-        os.utime(folder, (n, n))
-    assert lge_drrn.checked(args).guide == str(folder)
-    assert lge_drrn.checked(replace(args, task="T20")).task == "lifespan-longest-lived"
-
-
-BAD = [("task", "cook"), ("env", "nowhere"), ("steps", 0), ("device", "tpu9"), ("eval_episodes", 0), ("threads", 0)]
-BAD += [("hidden", -1)]
-
-
-@pytest.mark.parametrize(("option", "value"), BAD)
-def test_bad_arguments_are_one_line(toy, option, value, tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        lge_drrn.main(Args(**{option: value}, runs=str(tmp_path / "runs")))
-    said = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and len(said) == 1 and str(value) in said[0]
-    assert not (tmp_path / "runs").exists()
+def test_the_newest_guide_is_found(toy, tmp_path, monkeypatch):
+    """And a task by its number; both are in the arguments that the run keeps."""
+    seen = []
+    monkeypatch.setattr(lge_drrn, "Guide", lambda args, texts: (seen.append(args), 1 / 0))
+    for number, expected in (
+        (0, "none"),
+        (1, "scienceworld__guide_simcse__1__x"),
+        (2, "scienceworld__guide_simcse__2__x"),
+    ):
+        if number:
+            folder = tmp_path / expected / "guide"
+            folder.mkdir(parents=True)
+            os.utime(folder, (number, number))
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, guide="auto", task="T20")
+        assert expected in seen[-1].guide and seen[-1].task == "lifespan-longest-lived"
 
 
 @pytest.mark.parametrize(
-    "options", [{"priority_fraction": 1}, {"priority_fraction": -1}, {"epsilon": 7}, {"memory": 9}]
+    ("options", "said"),
+    [
+        (["--task", "cook"], "cook"),
+        (["--guide", "/nowhere"], "/nowhere"),
+        (["--resume", "/nowhere"], "/nowhere"),
+        (["--lr", "-1"], "learning rate"),
+    ],
 )
-def test_shares_are_shares_and_the_memory_holds_a_batch(options, toy, capsys):
-    with pytest.raises(SystemExit):
-        lge_drrn.main(Args(**options))
-    (said,) = capsys.readouterr().err.splitlines()
-    assert f"--{next(iter(options)).replace('_', '-')}" in said
+def test_bad_arguments_are_one_line(toy, options, said, tmp_path, monkeypatch, capsys):
+    assert said in one_line(monkeypatch, capsys, *options, "--runs", str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+
+
+def one_line(monkeypatch, capsys, *words: str) -> str:
+    """What the script says on the command line when it ends with exit code 2."""
+    capsys.readouterr()
+    small = {key: value for key, value in TINY.items() if f"--{key}" not in words and key != "guide"}
+    small = [word for key, value in small.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    guide = [] if "--guide" in words else ["--guide", "none"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as error:
+        patch.setattr(
+            sys, "argv", ["lge_drrn.py", *(small if "--resume" not in words else []), *guide, *words]
+        )
+        runpy.run_path(lge_drrn.__file__, run_name="__main__")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lge_drrn.py")]
+    assert error.value.code == 2 and len(said) == 1
+    return said[0]
 
 
 # ----------------------------------------------------------------------------------------- whole runs
@@ -390,7 +440,9 @@ def run(tmp_path, **options) -> tuple[Path, dict]:
 
 
 def state_of(folder: Path) -> dict:
-    return torch.load(next(folder.glob("checkpoints/*/state.pt")), weights_only=True)
+    """What the checkpoint holds, with the modules' states beside the rest."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return state | state.pop("modules")
 
 
 def test_the_same_seed_draws_the_same_network_with_a_guide_and_without(tmp_path, toy, guide_folder):
@@ -418,6 +470,7 @@ def test_resuming_is_the_same_run_to_the_bit(toy, tmp_path, with_guide, guide_fo
     a, b = state_of(whole), state_of(resumed)
     assert all(torch.equal(a["network"][name], b["network"][name]) for name in a["network"])
     assert all(torch.equal(x, y) for x, y in zip(a["replay"]["arrays"], b["replay"]["arrays"], strict=True))
+    assert a["texts"] == b["texts"] and str(a["optimizer"]) == str(b["optimizer"])
     assert a["rng"] == b["rng"] and a["episodes"] == b["episodes"] and logged(whole) == logged(resumed)
     assert a["replay"]["lengths"] == b["replay"]["lengths"] and a["replay"]["pushed"] == b["replay"]["pushed"]
     assert (whole / "rollouts.jsonl").read_text() == (resumed / "rollouts.jsonl").read_text()
@@ -428,39 +481,38 @@ FULL = "file write failed: no space left"
 
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
-    [
-        (torch, "save", RuntimeError(f"{FULL}\nat somewhere")),
-        (transformers.PreTrainedTokenizerFast, "save_pretrained", Exception(FULL)),  # tokenizers have no other
-        (lge_drrn, "report", OSError(FULL)),
-    ],
+    [(torch, "save", RuntimeError(f"{FULL}\nat somewhere")), (lge_drrn.runs, "write", OSError(FULL))],
 )
 def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys, owner, name, error):
-    """Step 12 cannot be saved, step 24 can, and of step 12 no half is left."""
-    real, failed = getattr(owner, name), []
+    """Step 12 cannot be saved, step 24 can."""
+    real, calls = getattr(owner, name), []
 
     def fails_once(*args, **kwargs):
-        if not failed and (name != "report" or args[3]["iteration"] == 12):
-            failed.append(1)
+        calls.append(1)
+        if len(calls) == (
+            1 if name == "save" else 6
+        ):  # of `write`: the arguments, two logs at steps 4, 8 and 12
             raise error
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, fails_once)
     folder, summary = run(tmp_path)
-    assert failed and re.search(f"not saved at step 12: {FULL}$", capsys.readouterr().out, re.M)
-    assert summary["steps"] == 24 and state_of(folder)["step"] == 24
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["0000024"]
+    assert re.search(f"not saved at step 12: {FULL}$", capsys.readouterr().out, re.M)
+    assert summary["steps"] == 24 and state_of(folder)["steps"] == 24 and len(logged(folder)) == 6
+    assert not list(folder.glob("*.tmp"))
 
 
-def test_control_c_in_an_evaluation_ends_behind_it(toy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_in_an_evaluation_ends_behind_it(toy, tmp_path, monkeypatch, number):
     real = lge_drrn.greedy_play
 
     def pressed(*args):
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         return real(*args)
 
     monkeypatch.setattr(lge_drrn, "greedy_play", pressed)
     folder, summary = run(tmp_path)
-    assert summary["steps"] == 12 and state_of(folder)["step"] == 12 and "eval_test_score" in summary
+    assert summary["steps"] == 12 and state_of(folder)["steps"] == 12 and "eval_test_score" in summary
     monkeypatch.setattr(lge_drrn, "greedy_play", real)
     resumed, _ = run(tmp_path, resume=str(folder))
     whole, _ = run(tmp_path / "whole")
@@ -476,28 +528,13 @@ def test_an_evaluation_in_which_every_world_dies_measures_nothing(toy, tmp_path,
     assert summary["steps"] == 24 and not any("score" in name for name in summary)
 
 
-def command(monkeypatch, *words: str) -> None:
-    """The script as it is from the command line."""
-    monkeypatch.setattr(sys, "argv", ["lge_drrn.py", *words])
-    runpy.run_path(lge_drrn.__file__, run_name="__main__")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("--memory", "80"),
-        ("--priority-fraction", "0.2"),
-        ("--hidden", "16"),
-        ("--task", "find-plant"),
-        ("--explorer", "random"),
-    ],
-)
+@pytest.mark.parametrize("change", [("--memory", "80"), ("--priority-fraction", "0.2"), ("--hidden", "16")])
 def test_what_a_resumed_run_must_keep(toy, tmp_path, monkeypatch, change, capsys):
     folder, _ = run(tmp_path, steps=12)
-    with pytest.raises(SystemExit):
-        command(monkeypatch, "--resume", str(folder), *change)
-    (said,) = capsys.readouterr().err.splitlines()
-    assert change[0] in said and "keep" in said
+    said = one_line(monkeypatch, capsys, "--resume", str(folder), *change)
+    assert "checkpoint.pt cannot be resumed" in said and (
+        "--memory" in said or "size mismatch" in said or "DRRN" in said
+    )
 
 
 def test_a_world_that_does_not_start_again_is_one_line(toy, tmp_path, monkeypatch, capsys):
@@ -507,10 +544,45 @@ def test_a_world_that_does_not_start_again_is_one_line(toy, tmp_path, monkeypatc
         raise scienceworld.Died("the simulator: no memory")
 
     monkeypatch.setattr(Toy, "reset", reset)
-    with pytest.raises(SystemExit):
-        command(monkeypatch, "--resume", str(folder), "--steps", "24")
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lge_drrn.py")]
-    assert len(said) == 1 and "no memory" in said[0] and "--resume" in said[0]
+    assert "no memory" in one_line(monkeypatch, capsys, "--resume", str(folder), "--steps", "24")
+
+
+@pytest.mark.parametrize("explorer", ["drrn", "random"])
+def test_what_main_hands_to_training_and_to_evaluations(toy, tmp_path, monkeypatch, explorer):
+    """Training plays train, evaluations dev and test, greedily, and by the copy that training has (D1)."""
+    splits, greedy, played = [], [], []
+    reset, choose, greedy_play = Toy.reset, lge_drrn.choose, lge_drrn.greedy_play
+
+    def spied_reset(self, **options):
+        splits.append((bool(played) and played[-1] == "open", self.split))
+        return reset(self, **options)
+
+    def spied_choose(player, guide, views, epsilon, rng, is_greedy=False):
+        greedy.append((played[-1:] == ["open"], is_greedy, player))
+        return choose(player, guide, views, epsilon, rng, is_greedy)
+
+    def spied_play(player, guide, worlds, epsilon, args, step):
+        played.append("open")
+        first = len(greedy)
+        result = greedy_play(player, guide, worlds, epsilon, args, step)
+        played.append("closed")
+        assert len(greedy) > first and all(row[2] is player for row in greedy[first:])
+        return result
+
+    monkeypatch.setattr(Toy, "reset", spied_reset)
+    monkeypatch.setattr(lge_drrn, "choose", spied_choose)
+    monkeypatch.setattr(lge_drrn, "greedy_play", spied_play)
+    folder, _ = run(tmp_path, explorer=explorer)
+    assert {split for is_evaluation, split in splits if not is_evaluation} == {"train"}
+    assert {split for is_evaluation, split in splits if is_evaluation} == {"dev", "test"}
+    assert all(is_evaluation == is_greedy for is_evaluation, is_greedy, _ in greedy)
+    players = [player for is_evaluation, _, player in greedy if is_evaluation]
+    if explorer == "random":
+        assert set(players) == {None}
+    else:  # renewed after updates 3, 6 ...: at step 24 it is the network of a multiple of three updates
+        assert all(isinstance(player, Copy) for player in players) and len(set(map(id, players))) == 2
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert all(row["variation"].startswith(row["split"]) for row in rows)
 
 
 @pytest.mark.gpu
@@ -557,7 +629,7 @@ def test_random_play_is_another_with_another_seed(toy, tmp_path):
 
 
 def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path, monkeypatch):
-    """D4, from what is pushed: an episode's transitions chain, and each has as next state what its step showed."""
+    """D4, from what is pushed: transitions of an episode chain, with what the step showed as next state."""
     pushed, stepped, cut, texts = [], [], [], []
     push, step, make = Replay.push, Toy.step, Texts.__init__
 
@@ -567,7 +639,9 @@ def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path
         cut.append(result[3])
         return result
 
-    monkeypatch.setattr(Replay, "push", lambda self, *row, **rest: (pushed.append(row), push(self, *row, **rest))[1])
+    monkeypatch.setattr(
+        Replay, "push", lambda self, *row, **rest: (pushed.append(row), push(self, *row, **rest))[1]
+    )
     monkeypatch.setattr(Texts, "__init__", lambda self, *rest: (texts.append(self), make(self, *rest))[1])
     monkeypatch.setattr(lge_drrn, "greedy_play", lambda *rest: ({}, []))  # its steps are not remembered
     monkeypatch.setattr(Toy, "step", step_and_tell)
@@ -590,7 +664,9 @@ def test_the_copy_is_renewed_as_often_as_said(toy, tmp_path, monkeypatch):
     assert len(made) == 1 + summary["updates"] // 3 + 1
 
 
-@pytest.mark.parametrize("options", [{"q_hidden": False}, {"priority": "released"}, {"target_actions": "pruned"}])
+@pytest.mark.parametrize(
+    "options", [{"q_hidden": False}, {"priority": "released"}, {"target_actions": "pruned"}]
+)
 def test_switches_run(toy, tmp_path, options, guide_folder):
     _, summary = run(tmp_path, guide=str(guide_folder), top_k=2, epsilon_schedule="increasing", **options)
     assert summary["updates"] > 0
@@ -600,6 +676,14 @@ def test_switches_run(toy, tmp_path, options, guide_folder):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_learns_a_small_world(toy, tmp_path, seed):
     """Random play takes the right thing in a third of the cases and the wrong one in two thirds."""
-    options = {"steps": 1500, "worlds": 4, "hidden": 32, "batch": 32, "memory": 5000, "lr": 1e-3, "log_every": 500}
+    options = {
+        "steps": 1500,
+        "worlds": 4,
+        "hidden": 32,
+        "batch": 32,
+        "memory": 5000,
+        "lr": 1e-3,
+        "log_every": 500,
+    }
     _, summary = run(tmp_path, **options, eval_every=1500, eval_episodes=12, seed=seed, copy_every=20)
     assert summary["eval_test_success"] > 0.9

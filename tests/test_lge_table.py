@@ -22,7 +22,7 @@ PROBLEM = envs.missing("scienceworld")
 @pytest.mark.external
 @pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")
 def test_the_quick_table(tmp_path):
-    """All methods; a second call runs nothing, a third goes on with the one that seems to have been killed."""
+    """All methods; a second call runs nothing, a third goes on with one that seems to have been killed."""
     page = tmp_path / "page.md"
     page.write_text(f"before\n{lge.START}\nold\n{lge.END}\nafter\n")
     command = [sys.executable, ROOT / "benchmarks/lge.py", "--quick", "--tasks", "T12"]
@@ -36,7 +36,7 @@ def test_the_quick_table(tmp_path):
     assert (group / "curves.svg").read_text().count("<polyline") == len(lge.ROWS)
     text = page.read_text()
     assert text.startswith(f"before\n{lge.START}\n| task |") and text.endswith(f"{lge.END}\nafter\n")
-    assert re.search(r"^\| T12 \|( \d+\.\d \|){5} 26 \| 56 \|$", text, re.M)
+    assert re.search(r"^\| T12 \|( \d+\.\d \|){5} 26 \| 56 \| 18 \|$", text, re.M)
 
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (second.stdout, second.stderr) == (first.stdout, "")
@@ -51,7 +51,10 @@ def run_of(folder: Path, steps: int, scores: list[float], done: int | None = Non
     """What a finished run leaves behind, as far as the table reads it."""
     folder.mkdir(parents=True)
     each = steps // len(scores)
-    rows = [{"iteration": each * (i + 1), "eval/test_score": s, "eval/dev_score": 0.0} for i, s in enumerate(scores)]
+    rows = [
+        {"iteration": each * (i + 1), "eval/test_score": s, "eval/dev_score": 0.0}
+        for i, s in enumerate(scores)
+    ]
     rows += [{"iteration": steps, "rollout/score": scores[-1] / 2}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "args.json").write_text(json.dumps({"steps": steps}))
@@ -73,18 +76,20 @@ def test_the_table_from_runs(tmp_path, capfd):
     options = {"tasks": ("T12", "T20"), "methods": ("DRRN", "LGE fixed"), "guide": "none", "runs": tmp_path}
     lines = lge.main(lge.Args(**options)).splitlines()
     assert lines[2:] == [
-        "| T12 | 20.0 ± 24.8 | 60.0 ± 24.8 | 26 | 56 |",
-        "| T20 | 0.0 ± 0.0 | 8.0 ± 0.0 | 48 | 89 |",
-        "| mean | 10.0 ± 12.4 | 34.0 ± 12.4 | | |",
+        "| T12 | 20.0 ± 24.8 | 60.0 ± 24.8 | 26 | 56 | 18 |",
+        "| T20 | 0.0 ± 0.0 | 8.0 ± 0.0 | 48 | 89 | 55 |",
+        "| mean | 10.0 ± 12.4 | 34.0 ± 12.4 | 37.0 | 72.5 | 36.5 |",
     ]
 
     in_training = lge.main(lge.Args(**options, split="training")).splitlines()
-    assert in_training[2] == "| T12 | 10.0 ± 12.4 | 30.0 ± 12.4 | 26 | 56 |"
+    assert in_training[2] == "| T12 | 10.0 ± 12.4 | 30.0 ± 12.4 | 26 | 56 | 18 |"
     # What is known is not run: the folder of a cell may be gone.
     cells = tmp_path / "cells.jsonl"
     lge.main(lge.Args(**options, known=cells))
     assert len(cells.read_text().splitlines()) == 12
-    cells.write_text("".join(line + "\n" for line in cells.read_text().splitlines()[1:]))  # all but T12, DRRN, seed 1
+    cells.write_text(
+        "".join(line + "\n" for line in cells.read_text().splitlines()[1:])
+    )  # all but T12, DRRN, seed 1
     for folder in (tmp_path / "default").glob("*/"):
         if folder.name != "T12_DRRN_1":
             shutil.rmtree(folder)
@@ -98,7 +103,12 @@ def test_the_table_from_runs(tmp_path, capfd):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"seeds": 0}, "--seeds"), ({"seeds": 99}, "99"), ({"methods": ("PPO",)}, "PPO"), ({"out": Path("x")}, "--out")],
+    [
+        ({"seeds": 0}, "--seeds"),
+        ({"seeds": 99}, "99"),
+        ({"methods": ("PPO",)}, "PPO"),
+        ({"out": Path("x")}, "--out"),
+    ],
 )
 def test_bad_options_are_one_line(options, said, tmp_path, capfd):
     with pytest.raises(SystemExit) as caught:
@@ -116,5 +126,9 @@ def test_a_run_that_fails_is_one_line(tmp_path, capfd):
 
 def test_runs_without_a_guide_serve_every_guide():
     args = lge.Args(options="--steps 9")
-    assert lge.group_of(args, "runs/a/guide", "LGE fixed") == "--steps%209__a" != lge.group_of(args, "runs/b/guide")
+    assert (
+        lge.group_of(args, "runs/a/guide", "LGE fixed")
+        == "--steps%209__a"
+        != lge.group_of(args, "runs/b/guide")
+    )
     assert {lge.group_of(args, f"runs/{name}/guide", "DRRN") for name in "ab"} == {"--steps%209"}

@@ -11,6 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import loop_table
+import test_loop_ppo
+
+import envs
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,13 +21,23 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 def test_the_quick_table(tmp_path):
     """All rows for two seeds; a second call runs nothing and finds the same figures."""
-    page = tmp_path / "page.md"
+    page, model = tmp_path / "page.md", tmp_path / "m"
     page.write_text(f"before\n{loop_table.START}\nold\n{loop_table.END}\nafter\n")
-    command = [sys.executable, ROOT / "benchmarks/loop_table.py", "--quick", "--runs", tmp_path / "runs", "--out", page]
+    test_loop_ppo.taught_model(envs.make("apps").demonstrations(40, 0), 32, 1, model)
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/loop_table.py",
+        "--quick",
+        "--runs",
+        tmp_path / "runs",
+        "--out",
+        page,
+    ]
+    command += [f"--options=--model {model}"]
     first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     assert first.returncode == 0, first.stderr[-2000:]
     runs = sorted((tmp_path / "runs").glob("*/*"))
-    assert len(runs) == 2 * (len(loop_table.ROWS) + 1)  # and the warm starts
+    assert len(runs) == 2 * len(loop_table.ROWS) + 1  # and the checkpoint's own
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*/*")) == sorted(
         path for run in runs for path in run.iterdir()
@@ -33,53 +46,32 @@ def test_the_quick_table(tmp_path):
     cells = tmp_path / "cells.jsonl"
     subprocess.run([*command, "--known", cells], capture_output=True, check=True, timeout=60)
     shutil.rmtree(tmp_path / "runs")
-    third = subprocess.run([*command, "--known", cells], capture_output=True, text=True, check=False, timeout=60)
+    third = subprocess.run(
+        [*command, "--known", cells], capture_output=True, text=True, check=False, timeout=60
+    )
     assert third.stdout == first.stdout and not (tmp_path / "runs").exists()
     assert len(cells.read_text().splitlines()) == 2 * len(loop_table.ROWS)
 
     text = page.read_text()
-    assert text.startswith(f"before\n{loop_table.START}\n| method") and text.endswith(f"{loop_table.END}\nafter\n")
+    assert text.startswith(f"before\n{loop_table.START}\n| method") and text.endswith(
+        f"{loop_table.END}\nafter\n"
+    )
     for row in loop_table.ROWS:
         assert re.search(rf"^\| {re.escape(row)} \| \d+\.\d \(\d", text, re.M), row
     assert "| warm start |" in text and "71.3 / 53.6 / 45.7 / 26.6" in text
 
 
-LEARNS = "--drills 16 --demonstrations 1500 --width 64 --tasks 8 --rollouts 4 --eval-episodes 3"  # half a minute
-
-
-@pytest.mark.slow
-def test_a_shared_warm_start_is_ones_own(tmp_path):
-    """A cell of the table is to the bit the run that the script makes in one go, a step with a gradient included."""
-    args, weights = loop_table.Args(options=LEARNS, iterations=1, runs=tmp_path / "runs"), {}
-    start = loop_table.warm_start(args, 2)
-    for row in ("LOOP (token)", "GRPO"):
-        cell = loop_table.run_cell(args, row, 2, start)
-        options = f"{LEARNS} {loop_table.ROWS[row][0]} --iterations 1 --seed 2 --runs {tmp_path / row[:4]}"
-        loop_table.run("alone", *options.split())
-        (alone,) = (tmp_path / row[:4]).glob("*/summary.json")
-        timed = {"seconds", "cpu_seconds", "peak_memory_mb"}
-        assert {(k, v) for k, v in cell.items() if k not in timed} == {
-            (k, v) for k, v in json.loads(alone.read_text()).items() if k not in timed
-        }
-        weights[row] = [
-            next(run.glob("checkpoints/000001/actor/model.safetensors")).read_bytes()
-            for run in (alone.parent, loop_table.group(args) / re.sub(r"\W+", "_", f"{row} 2"))
-        ]
-        assert weights[row][0] == weights[row][1]
-        assert json.loads((alone.parent / "metrics.jsonl").read_text())["update/grad_norm"] > 0
-    assert weights["GRPO"] != weights["LOOP (token)"]
-
-
 def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
     """The script ends with a summary then, too, and with exit code 0."""
-    args, start = loop_table.Args(runs=tmp_path / "runs", iterations=8), tmp_path / "start"
-    start.mkdir()
-    (start / "summary.json").write_text("{}")
-    (start / "metrics.jsonl").write_text("")
-    (folder,) = [loop_table.group(args) / "RLOO_1"]
+    args = loop_table.Args(runs=tmp_path / "runs", iterations=8)
+    folder = loop_table.group(args) / "RLOO_1" / "apps__loop_ppo__1__now"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.pt").touch()
+    asked = []
 
     def ends_at(iteration):
         def run(what, *options):
+            asked.append(options)
             assert not (folder / "summary.json").exists(), "an old summary is not that of this run"
             (folder / "metrics.jsonl").write_text(json.dumps({"iteration": iteration}) + "\n")
             (folder / "summary.json").write_text(json.dumps({"episodes": iteration}))
@@ -88,9 +80,11 @@ def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop_table, "run", ends_at(5))
     with pytest.raises(RuntimeError, match="goes on"):
-        loop_table.run_cell(args, "RLOO", 1, start)
+        loop_table.run_cell(args, "RLOO", 1)
     monkeypatch.setattr(loop_table, "run", ends_at(8))
-    assert loop_table.run_cell(args, "RLOO", 1, start) == {"episodes": 8}
+    assert loop_table.run_cell(args, "RLOO", 1) == {"episodes": 8}
+    assert [options[:2] for options in asked] == 2 * [("--resume", folder)]
+    assert loop_table.run_cell(args, "RLOO", 1) == {"episodes": 8} and len(asked) == 2, "once is enough"
 
 
 def test_a_page_without_marks_is_one_line(tmp_path, capfd):
@@ -108,7 +102,12 @@ def test_the_curves_are_means_over_the_seeds(tmp_path):
     summary |= {re.sub("(test_[a-z]+_)", r"\1warm_start_", key): 0.25 for key in summary}
     about = {"group": "apps", "iterations": 2, "summary": summary}
     cells = [
-        about | {"method": row, "seed": seed, "curves": {key: [0.0, 100.0 * (seed - 1)] for key in loop_table.CURVES}}
+        about
+        | {
+            "method": row,
+            "seed": seed,
+            "curves": {key: [0.0, 100.0 * (seed - 1)] for key in loop_table.CURVES},
+        }
         for row in loop_table.ROWS
         for seed in (1, 2)
     ]
@@ -118,5 +117,7 @@ def test_the_curves_are_means_over_the_seeds(tmp_path):
     assert "| RLOO | 50.0 (50.0, 50.0) |" in loop_table.main(args) and not args.runs.exists()
     svg = drawn.read_text()
     assert svg.count("<polyline") == len(loop_table.ROWS) * len(loop_table.CURVES)
-    assert '<polyline points="200.0,230.0 350.0,50.0"' in svg and ">50</text>" in svg  # the largest y ends the axis
+    assert (
+        '<polyline points="200.0,230.0 350.0,50.0"' in svg and ">50</text>" in svg
+    )  # the largest y ends the axis
     assert all(f"{title}, %</text>" in svg for title in loop_table.CURVES.values())

@@ -17,9 +17,35 @@ from envs.mini_detective import CLUES, PEOPLE, PLACES, ROOMS, TASKS, THINGS
 
 LONGEST = 400  # characters of an observation: a small model must read it
 HOSTILE = [
-    *("", " ", "\n", "\neast", "[[[((({{{<<<|*+?.^$\\", "{thief} {place} {0} %s", "\x00\x07\x1b[31mred\x1b[0m\x7f"),
-    *("Actions:", "none", "Illegal Action.", "accuse", "accuse everybody", "east, west", "east.", '"east"', "e ast"),
-    *("これは動物ですか？", "هل هو", "Кто вор?", "🔍" * 90, "\ud800 lone surrogate", "east\u2028west", "</s><pad>"),
+    *(
+        "",
+        " ",
+        "\n",
+        "\neast",
+        "[[[((({{{<<<|*+?.^$\\",
+        "{thief} {place} {0} %s",
+        "\x00\x07\x1b[31mred\x1b[0m\x7f",
+    ),
+    *(
+        "Actions:",
+        "none",
+        "Illegal Action.",
+        "accuse",
+        "accuse everybody",
+        "east, west",
+        "east.",
+        '"east"',
+        "e ast",
+    ),
+    *(
+        "これは動物ですか？",
+        "هل هو",
+        "Кто вор?",
+        "🔍" * 90,
+        "\ud800 lone surrogate",
+        "east\u2028west",
+        "</s><pad>",
+    ),
     *("a" * 1_000_000, "accuse " * 150_000, "(" * 5000),
 ]
 
@@ -64,8 +90,8 @@ def mean_return(dialogues: list[dict]) -> float:
 def reachable(index: int) -> dict[tuple, tuple[int, int]]:
     """Every state of a task that can be reached while the game lasts, with (score, least steps to it).
 
-    It plays the world itself, by what its observations list, and knows nothing of the module's own search. The score
-    is a function of the state, which this asserts.
+    It plays the world itself, by what its observations list, and knows nothing of the module's own search.
+    The score is a function of the state, which this asserts.
     """
     world, observation = start(index)
     found, queue = {(world.room, world.events): (0.0, 0, observation)}, [(world.room, world.events)]
@@ -112,7 +138,9 @@ def test_the_house_fits_together():
     assert len({frozenset(traits) for traits in md.TRAITS.values()}) == 1, "somebody lacks a trait"
     for room, row in ROOMS.items():
         assert row.get("needs", "lamp") in THINGS
-        assert all(room in ROOMS[other]["exits"].values() for other in row["exits"].values()), f"no way back to {room}"
+        assert all(room in ROOMS[other]["exits"].values() for other in row["exits"].values()), (
+            f"no way back to {room}"
+        )
         actions = [deed.action for deed in md.DEEDS[room]]
         assert len(set(actions)) == len(actions), f"an action of {room} could mean two things"
         for action in actions:
@@ -120,10 +148,13 @@ def test_the_house_fits_together():
 
 
 def test_a_reader_can_change_the_case(tmp_path):
-    """A room, a person, a place, a thing and a clue more, and other points: tasks, best score and expert follow."""
+    """A room, a person, a place, a thing and a clue more, and other points: tasks,
+    best score and expert follow."""
     source = Path(md.__file__)
     data = source.with_suffix(".toml").read_text(encoding="utf-8")
-    data = data.replace("arrest = 8", "arrest = 30").replace('north = "library"', 'north = "library", in = "lift"')
+    data = data.replace("arrest = 8", "arrest = 30").replace(
+        'north = "library"', 'north = "library", in = "lift"'
+    )
     data += """
 [rooms.lift]
 text = "It hums."
@@ -165,7 +196,8 @@ note = "{hat}"
 def test_a_first_step():
     world, observation = start(0)
     assert observation == (
-        "Hall. A clock ticks.\nYou carry: nothing.\nNotes: none.\nThe ruby is stolen. Find it and accuse the thief.\n"
+        "Hall. A clock ticks.\nYou carry: nothing.\nNotes: none.\nThe ruby is stolen. Find it and accuse "
+        "the thief.\n"
         "Actions: north, east, south, west, up, search clock\n"
     )
     assert world.step(" EAST \r\nwest") == (
@@ -182,18 +214,19 @@ def test_an_illegal_action_costs_a_turn_and_nothing_else():
         assert (reward, terminated, truncated) == (0.0, False, turn == 60)
         same = observation.replace(md.CASE["intro"], "Illegal Action.")
         assert after == (same if turn < 60 else re.sub("Actions: .*", "Actions: none", same))
-    assert info["episode"] == {"return": 0.0, "length": 60, "success": False}
+    assert info["result"] == {"return": 0.0, "length": 60, "success": False}
 
 
 def test_a_whole_case():
     """The colonel (grey hair, boots) has hidden the ruby in the clock."""
     observations, rewards, terminated, info = follow(
         index_of("colonel", "clock"),
-        "south, examine prints, east, take lamp, west, north, east, down, take key, up, west, up, examine case, up, "
+        "south, examine prints, east, take lamp, west, north, east, down, take key, up, west, up, examine "
+        "case, up, "
         "read letter, down, down, search clock, west, accuse colonel",
     )
     assert [reward for reward in rewards if reward] == [2.0, 1.0, 1.0, 2.0, 2.0, 4.0, 8.0]
-    assert terminated and info["episode"] == {"return": 20.0, "length": 20, "success": True}
+    assert terminated and info["result"] == {"return": 20.0, "length": 20, "success": True}
     assert observations[-1] == (
         "Study. A desk and a globe. The colonel is here: grey hair, boots.\nYou carry: lamp, key, ruby.\n"
         "Notes: grey hair, boots, ruby in clock.\nThe colonel confesses. Well done! (+8)\nActions: none\n"
@@ -204,7 +237,14 @@ def test_a_whole_case():
 def test_closed_rooms_need_their_things():
     observations, *_ = follow(0, "down, east, down, west, up, up")
     assert [observation.split("\n")[3] for observation in observations[1:]] == [
-        *("Illegal Action.", "You go east.", "Illegal Action.", "You go west.", "You go up.", "Illegal Action."),
+        *(
+            "Illegal Action.",
+            "You go east.",
+            "Illegal Action.",
+            "You go west.",
+            "You go up.",
+            "Illegal Action.",
+        ),
     ]
     assert "The attic is locked." in observations[-1]
 
@@ -212,13 +252,15 @@ def test_closed_rooms_need_their_things():
 def test_dead_ends():
     index = index_of("colonel", "clock")
     _, rewards, terminated, info = follow(index, "east, accuse cook")
-    assert rewards == [0.0, -5.0] and terminated and not info["episode"]["success"]
+    assert rewards == [0.0, -5.0] and terminated and not info["result"]["success"]
 
     observations, rewards, *_ = follow(index, "east, search stove, west, search clock")
     assert rewards == [0.0] * 4 and "Illegal Action." in observations[-1]
     assert "Notes: ruby lost." in observations[-1] and "search" not in observations[-1]
 
-    observations, rewards, *_ = follow(index, "south, rake earth, examine prints, north, up, clean case, examine case")
+    observations, rewards, *_ = follow(
+        index, "south, rake earth, examine prints, north, up, clean case, examine case"
+    )
     assert rewards == [0.0] * 7 and "Notes: case cleaned, prints raked." in observations[-1]
 
 
@@ -318,8 +360,10 @@ def test_ten_thousand_hostile_actions():
         observation, _, terminated, truncated, after = world.step(action)
         feedback = observation.split("\n")[3]
         assert (feedback == "Illegal Action.") == (not legal) and feedback in known | {"Illegal Action."}
-        assert info["answer"] not in observation and observation.count("\n") == 5 and len(observation) <= LONGEST
-        assert set(after) == ({"action", "episode"} if terminated or truncated else {"action"})
+        assert (
+            info["answer"] not in observation and observation.count("\n") == 5 and len(observation) <= LONGEST
+        )
+        assert set(after) == ({"action", "result"} if terminated or truncated else {"action"})
         if terminated or truncated:
             observation, info = world.reset()
 
@@ -328,10 +372,13 @@ def test_ten_thousand_hostile_actions():
 
 
 def test_the_best_return_is_that_of_every_task():
-    """An exhaustive search of each task, by its observations alone, finds no higher score than the expert's."""
+    """An exhaustive search of each task, by its observations alone,
+    finds no higher score than the expert's."""
     expert = {d["answer"]: d for d in play_all(md.expert)}
     for index, task in enumerate(TASKS):
-        ends = [(score, -steps) for (room, _), (score, steps, _) in reachable(index).items() if room == "over"]
+        ends = [
+            (score, -steps) for (room, _), (score, steps, _) in reachable(index).items() if room == "over"
+        ]
         score, steps = max(ends)
         played = expert[f"{task['thief']}, {task['place']}"]
         assert played["return"] == score == md.MiniDetective.best_return == 20.0
@@ -361,7 +408,11 @@ def test_no_other_play_is_better_on_average():
             for (event, reward, _), group in results.items():
                 points += reward * len(group)
                 if event not in ("arrest", "wrong"):
-                    after = deed.what if deed.kind == "go" else room, events | ({event} - {""}), frozenset(group)
+                    after = (
+                        deed.what if deed.kind == "go" else room,
+                        events | ({event} - {""}),
+                        frozenset(group),
+                    )
                     (more, further), *_ = md.plan(*after)
                     points, steps = points + more, steps + further
                     if after not in seen:
@@ -392,7 +443,8 @@ def test_the_expert_makes_the_best_of_what_is_left():
 
 
 def test_no_fixed_sequence_of_actions_wins_more_than_a_few_tasks():
-    """The first accusation ends the game: a sequence that does not read can only ever be right about one thief."""
+    """The first accusation ends the game:
+    a sequence that does not read can only ever be right about one thief."""
     sequences = [d["actions"] for d in play_all(md.expert)]
     rng = random.Random(0)
     sequences += [[rng.choice(md.ACTIONS) for _ in range(60)] for _ in range(20)]
@@ -404,8 +456,8 @@ def test_no_fixed_sequence_of_actions_wins_more_than_a_few_tasks():
             for action in actions:
                 *_, terminated, truncated, info = world.step(action)
                 if terminated or truncated:
-                    solved += info["episode"]["success"]
-                    full += info["episode"]["return"] == 20.0
+                    solved += info["result"]["success"]
+                    full += info["result"]["return"] == 20.0
                     break
         assert solved <= len(PLACES) == 4 and full <= 1
 
@@ -461,18 +513,23 @@ def say(words: dict[str, str], observation: str, rng) -> str:
 
 
 def test_figures_of_illegal_actions_and_of_bad_ends():
-    wrong, right = (dialogue(envs.make("mini-detective"), partial(say, words), None, 0) for words in (WRONG, RIGHT))
-    assert envs.summarise([wrong]) == {"return": -5.0, "success": 0, "length": 3, "truncated": 0, "invalid": 1 / 3}
+    wrong, right = (
+        dialogue(envs.make("mini-detective"), partial(say, words), None, 0) for words in (WRONG, RIGHT)
+    )
+    expected = {"return": -5.0, "success": 0, "length": 3, "truncated": 0, "invalid": 1 / 3}
+    assert envs.summarise([wrong]).items() >= expected.items()
     # An empty action after an illegal one changes not a letter, and is illegal all the same.
     observations, rewards, *_ = follow(0, "jump, , jump, east")
     assert observations[1] == observations[2] == observations[3]
     lost = {"observations": observations, "actions": ["jump", "", "jump", "east"], "rewards": rewards}
-    assert envs.summarise([lost | {"terminated": False}])["invalid"] == 0.75
-    assert envs.summarise([right]) == {"return": 8.0, "success": 1, "length": 2, "truncated": 0, "invalid": 0}
+    assert envs.summarise([lost | {"terminated": False, "success": False}])["invalid"] == 0.75
+    expected = {"return": 8.0, "success": 1, "length": 2, "truncated": 0, "invalid": 0}
+    assert envs.summarise([right]).items() >= expected.items()
 
 
 def test_it_is_fast():
-    """At least 20,000 steps a second on one core; the bound is far below what is measured (docs/worlds.md)."""
+    """At least 20,000 steps a second on one core; the bound
+    is far below what is measured (docs/worlds.md)."""
     world, rng, steps = envs.make("mini-detective"), random.Random(0), 20_000
     observation, _ = world.reset(seed=0)
     began = time.perf_counter()

@@ -1,4 +1,7 @@
-"""envs/sandbox.py: what hostile code tries, one attack after the other. Each is held, and the next turn works."""
+"""envs/sandbox.py: what hostile code tries, one attack after the other.
+
+Each is held, and the next turn works.
+"""
 
 import ctypes
 import gc
@@ -37,7 +40,8 @@ C = {c.__name__: c for c in seen}
 """
 # The functions that the stubs use to talk to the host: the way to forge lines.
 LINE = """
-cell = lambda f, name: [c.cell_contents for c in f.__closure__ if getattr(c.cell_contents, '__name__', '') == name][0]
+cell = lambda f, name: [
+    c.cell_contents for c in f.__closure__ if getattr(c.cell_contents, '__name__', '') == name][0]
 send, receive = cell(apis._ask, 'send'), cell(apis._ask, 'receive')
 write, read = cell(send, 'write'), cell(receive, 'read')
 """
@@ -77,13 +81,16 @@ ATTACKS = {
     "import ctypes": ("import ctypes", GONE),
     "import multiprocessing": ("import multiprocessing", GONE),
     "import threading": ("import threading", GONE),
-    "a library": (CLASSES + "C['ExtensionFileLoader']('x', '/x.so').create_module(C['ModuleSpec']('x', None))", GONE),
+    "a library": (CLASSES +
+     "C['ExtensionFileLoader']('x', '/x.so').create_module(C['ModuleSpec']('x', None))",
+     GONE),
     "fork": ("apis._ask.__globals__['posix'].fork()", GONE),
     "kill": ("apis._ask.__globals__['posix'].kill(PID, 9)", GONE),
     "the clock of the machine": ("import time\ntime.clock_settime(time.CLOCK_REALTIME, 0)", GONE),
     "signals": ("apis._ask.__globals__['_signal'].signal(27, None)", GONE),
     # ------------------------------------------------------------------------ frames, code, interpreter
-    "frame of a traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e\nx.__traceback__.tb_frame", REFUSED),
+    "frame of a traceback": ("try:\n    1 / 0\nexcept Exception as e:\n    x = e\nx.__traceback__.tb_frame",
+     REFUSED),
     "frame of a generator": ("(x for x in [1]).gi_frame", REFUSED),
     "frame of a coroutine": ("async def f(): pass\nf().cr_frame", REFUSED),
     "sys._getframe": ("import sys\nsys._getframe(1)", GONE),
@@ -92,7 +99,8 @@ ATTACKS = {
     "the collector": ("import gc\ngc.get_objects()", GONE),
     "the collector behind the stubs": ("apis._ask.__globals__['gc'].get_objects()", GONE),
     "code of a function": ("(lambda: 1).__code__.replace(co_code=b'')", REFUSED),
-    "code anew": ("CodeType = type(compile('1', '', 'eval'))\nCodeType.replace(compile('1', '', 'eval'))", REFUSED),
+    "code anew": ("CodeType = type(compile('1', '', 'eval'))\nCodeType.replace(compile('1', '', 'eval'))",
+     REFUSED),
     "function anew": ("type(lambda: 1)(compile('1', '', 'exec'), {})", REFUSED),
     "bytes to code": ("import marshal", GONE),
     "another audit hook": ("import sys\nsys.addaudithook(print)", GONE),
@@ -103,12 +111,15 @@ ATTACKS = {
     "builtins without errors": (
         "import builtins\nbuiltins.PermissionError = int\n" + CLASSES + "C['FileIO']('FILE').read()", REFUSED
     ),
-    "the environment": (CLASSES + "dict(C['_wrap_close'].__init__.__globals__['environ'])", "PYTHONHASHSEED|Error"),
+    "the environment": (CLASSES + "dict(C['_wrap_close'].__init__.__globals__['environ'])",
+     "PYTHONHASHSEED|Error"),
     # ---------------------------------------------------------------------------------- the host's data
     "fields of the stubs": ("vars(apis), vars(apis.supervisor), dir(apis._ask)", "_ask"),
-    "the expected answer": ("apis.supervisor.expected_answer()", "ApiError: there is no supervisor.expected_answer"),
+    "the expected answer": ("apis.supervisor.expected_answer()",
+     "ApiError: there is no supervisor.expected_answer"),
     "the host's objects": ("apis.__class__.__init__.__globals__['__builtins__']", "."),
-    "SQL in a name": ("getattr(apis, 'keep; drop table mail')()", "ApiError: there is no keep; drop table mail"),
+    "SQL in a name": ("getattr(apis, 'keep; drop table mail')()",
+     "ApiError: there is no keep; drop table mail"),
     "a call by an odd name": ("getattr(apis, '')()", "ApiError"),
     "too much to say": ("apis.keep(value='x' * 10**6)", "ApiError: too much text"),
     "a number without end": ("apis.keep(value=1 << 20000)", "ValueError"),
@@ -132,7 +143,8 @@ ATTACKS = {
     # ------------------------------------------------------------------------------------ time and memory
     "a loop": ("while True: pass", "TimeoutError: the code ran for more than 0.2 s"),
     "a loop that swallows the alarm": (
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass", "Timeout|" + STOPPED
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        "Timeout|" + STOPPED
     ),
     "a loop of calls": ("while True:\n    try: apis.keep(value=1)\n    except BaseException: pass", STOPPED),
     "sleep": ("import time\ntime.sleep(1000)\n'awake'", "awake"),
@@ -147,7 +159,8 @@ ATTACKS = {
     "brackets": ("eval('(' * 1000 + ')' * 1000)", "SyntaxError|MemoryError|" + STOPPED),
     "minus": ("eval('-' * 100000 + '1')", "RecursionError|MemoryError|" + STOPPED),
     "a deep list shown": ("x = []\nfor i in range(10 ** 5): x = [x]\nx", "RecursionError|" + STOPPED),
-    "a deep list deleted": ("x = []\nfor i in range(10 ** 6): x = [x]\ndel x\n'gone'", "gone|Error|" + STOPPED),
+    "a deep list deleted": ("x = []\nfor i in range(10 ** 6): x = [x]\ndel x\n'gone'",
+     "gone|Error|" + STOPPED),
     # ---------------------------------------------------------------------------------------- the output
     "output without end": ("while True: print('x' * 1000)", "xxxx"),
     "one long line": ("print('x' * 10 ** 7)", "xxxx"),
@@ -157,15 +170,19 @@ ATTACKS = {
     "no output": ("import sys\nsys.stdout = None", "^$"),
     "the first output": ("import sys\nsys.__stdout__.write('x')\nsys.__stdout__.flush()", "."),
     "a text that lies": (
-        "class S(str):\n    def __getitem__(self, i): return 3\nimport sys\nsys.stdout.write(S('x'))", "1|" + STOPPED
+        "class S(str):\n    def __getitem__(self, i): return 3\nimport sys\nsys.stdout.write(S('x'))",
+        "1|" + STOPPED
     ),
-    "an error whose text is an error": ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E", STOPPED),
-    "an error whose text leaves": ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", STOPPED),
+    "an error whose text is an error": ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E",
+     STOPPED),
+    "an error whose text leaves": ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
+     STOPPED),
     "an error whose text has no end": (
         "class E(BaseException):\n    def __str__(self):\n        while True: pass\nraise E", STOPPED
     ),
     "an error without a name": (
-        "class M(type):\n    __name__ = property(lambda s: 1 / 0)\nclass E(Exception, metaclass=M): pass\nraise E", "."
+        "class M(type):\n    __name__ = property(lambda s: 1 / 0)\nclass E(Exception, metaclass=M): "
+        "pass\nraise E", "."
     ),
     "a value that cannot be shown": ("class A:\n    def __repr__(self): return 5\nA()", "TypeError"),
     # ---------------------------------------------------------------------------------- leaving, spoiling
@@ -180,7 +197,8 @@ ATTACKS = {
     "apis deleted": ("del apis", "^$"),
     "apis replaced": ("apis = None", "^$"),
     "the stubs spoilt": ("apis.__class__.__call__ = None\napis.__class__.__getattr__ = None", "^$"),
-    "a last will": ("class A:\n    def __del__(self):\n        while True: pass\na = A()\ndel a", "TimeoutError|^$"),
+    "a last will": ("class A:\n    def __del__(self):\n        while True: pass\na = A()\ndel a",
+     "TimeoutError|^$"),
     "an unclosed bracket": ("print((1", "SyntaxError"),
     "a null byte": ("print(1)\x00", "ValueError|SyntaxError"),
     "a surrogate in the code": ("'\ud800'", "Unicode|ud800"),
@@ -258,7 +276,10 @@ def test_an_attack_is_held_and_the_next_turn_works(name, box, host, tmp_path, mo
         ("[x for x in range(3)]", "[0, 1, 2]"),
         ("import re, json\nre.findall('[a-z]', json.dumps({'a': 1}))", "['a']"),
         ("from collections import Counter\nCounter('aab')", "Counter({'a': 2, 'b': 1})"),
-        ("import datetime\ndatetime.date(2026, 1, 31) + datetime.timedelta(days=1)", "datetime.date(2026, 2, 1)"),
+        (
+            "import datetime\ndatetime.date(2026, 1, 31) + datetime.timedelta(days=1)",
+            "datetime.date(2026, 2, 1)",
+        ),
         ("import random\nrandom.random()", "0.8444218515250481"),
         ("lambda: 3", "<function <lambda>>"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
@@ -276,15 +297,22 @@ def test_what_code_prints(code, output, box, host):
 
 
 PLAIN = [
-    "apis.add(a=1, b=2)", "apis.add(a=1,b=-20)", "apis.keep(value='a b, c=1')", "apis.keep()", "apis.keep(value=None)",
-    "apis.long()", "apis.nothing.here(x='ä')", "apis.end()", "apis.add(a='x', b='y')", "apis.add(a=0, b=1234567890123)",
+    "apis.add(a=1, b=2)", "apis.add(a=1,b=-20)", "apis.keep(value='a b, c=1')", "apis.keep()",
+    "apis.keep(value=None)",
+    "apis.long()", "apis.nothing.here(x='ä')", "apis.end()", "apis.add(a='x', b='y')",
+    "apis.add(a=0, b=1234567890123)",
 ]  # fmt: skip
 NOT_PLAIN = [
-    "apis.add(a=1, a=2)", "apis.add(a=1b=2)", "apis.add(a=1, b=2,)", "apis.add(a=01, b=2)", "apis.add(a=1 b=2)",
-    "apis.add(class=1)", "apis.class.x()", "apis.None()", "apis.keep(value='\\x41')", "apis.keep(value='a\nb')",
-    "apis.keep(value='a' 'b')", "apis.keep(value='it''s')", "apis.keep(value=x)", "apis.keep(value=[1])", "apis()",
-    "apis.keep(value='\x00')", "apis.keep(value='\ud800')", "apis._ask()", "x = apis.add(a=1, b=2)", "apis.add(a=1", "",
-    "apis.keep(value='\r')", "apis.keep (value=1)", "apis.add(1, 2)", "apis.keep(value=1)\n", "apis.keep(**{'a': 1})",
+    "apis.add(a=1, a=2)", "apis.add(a=1b=2)", "apis.add(a=1, b=2,)", "apis.add(a=01, b=2)",
+    "apis.add(a=1 b=2)",
+    "apis.add(class=1)", "apis.class.x()", "apis.None()", "apis.keep(value='\\x41')",
+    "apis.keep(value='a\nb')",
+    "apis.keep(value='a' 'b')", "apis.keep(value='it''s')", "apis.keep(value=x)", "apis.keep(value=[1])",
+    "apis()",
+    "apis.keep(value='\x00')", "apis.keep(value='\ud800')", "apis._ask()", "x = apis.add(a=1, b=2)",
+    "apis.add(a=1", "",
+    "apis.keep(value='\r')", "apis.keep (value=1)", "apis.add(1, 2)", "apis.keep(value=1)\n",
+    "apis.keep(**{'a': 1})",
 ]  # fmt: skip
 
 
@@ -394,7 +422,8 @@ def test_the_system_holds_without_python():
     assert found.pop("new file").split()[-1] in ("2", "24")
     assert found == {
         "file": "OSError 24", "folder": "OSError 24", "pipe": "OSError 24",
-        "socket": "OSError 24", "process": "BlockingIOError 11", "limit": "ValueError ", "memory": "MemoryError ",
+        "socket": "OSError 24", "process": "BlockingIOError 11", "limit": "ValueError ",
+        "memory": "MemoryError ",
         "thread": "RuntimeError ",
     }  # fmt: skip
 
@@ -408,7 +437,11 @@ def test_as_root_the_child_is_nobody_in_an_empty_folder():
     attempt("signal", os.kill, os.getppid(), 0)
     """)
     assert int(found.pop("user")) > sandbox_child.USERS
-    assert found == {"root again": "PermissionError 1", "file": "PermissionError 13", "signal": "PermissionError 1"}
+    assert found == {
+        "root again": "PermissionError 1",
+        "file": "PermissionError 13",
+        "signal": "PermissionError 1",
+    }
 
 
 def test_as_root_the_children_are_different_users(box, host):
@@ -425,11 +458,14 @@ def test_a_root_that_must_remain_root_is_told_so(capfd):
     if os.getuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv")
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom envs.sandbox import Sandbox\nSandbox().run('x = 1', None)"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from envs.sandbox import Sandbox\nSandbox().run('x = 1', None)"
     )
     drop = ["setpriv", "--bounding-set=-sys_chroot,-setuid,-setgid", "--inh-caps=-all"]
     subprocess.run([*drop, sys.executable, "-c", code], check=True)
-    assert capfd.readouterr().err == "sandbox: this root cannot become another user: agents' code runs as root\n"
+    assert (
+        capfd.readouterr().err == "sandbox: this root cannot become another user: agents' code runs as root\n"
+    )
 
 
 def test_linux_lets_it_change_no_file_and_reach_no_process(tmp_path):
@@ -485,7 +521,8 @@ print(json.dumps(found))
 
 
 SEARCH = """
-names = '__dict__ __globals__ __closure__ __self__ __func__ __class__ __mro__ __bases__ __defaults__ __kwdefaults__'
+names = '__dict__ __globals__ __closure__ __self__ __func__ __class__ __mro__ __bases__ __defaults__'
+names += ' __kwdefaults__'
 names += ' __builtins__ __loader__ __spec__ __wrapped__ __annotations__ cell_contents'
 seen, todo, found = {}, [globals(), apis, *C.values()], set()
 for thing in todo:
@@ -514,7 +551,9 @@ def test_no_function_that_reaches_the_system_can_be_reached(host):
     search = SEARCH.replace("MODULES", repr(list(sandbox_child.REACHING)))
     with Sandbox(seconds=20, max_output=5000) as box:
         count, _, names = box.run(CLASSES + search, host.answer).partition(" ")
-    harmless = {f"{owner}.{name}" for owner, names in sandbox_child.REACHING.items() for name in names.split()}
+    harmless = {
+        f"{owner}.{name}" for owner, names in sandbox_child.REACHING.items() for name in names.split()
+    }
     assert int(count) > 10_000
     found = set(re.findall(r"'([\w.]+)'", names))
     # read and write: of the line, with which code can do no more than its stubs do
@@ -605,7 +644,9 @@ box.run("x = 1", None)
 print(box.pid, box.zygote.process.pid, flush=True)
 {end}
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     pids = result.stdout.split()
     assert len(pids) == 2 and all(map(ends, pids)), result.stderr
 
@@ -641,7 +682,9 @@ with Sandbox() as box:
     os.wait()
     print(box.run("3", None))
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (result.stdout, result.stderr) == ("1\n2 False\n3\n", "")
 
 
@@ -649,11 +692,15 @@ with Sandbox() as box:
 
 PIECES = [
     "1", "x", "'a'", "[]", "{}", "x = ", "for i in range(9):", "while True:", "if x:", "\n", "\n    ", "    ",
-    "def f():", "return x", "f()", "print(x)", "apis.", "apis.add(a=1, b=x)", "apis.keep(value=x)", "apis.long()",
-    "import ", "os", "sys", "json", "import builtins", "builtins.len = x", "x += [x]", "x * 10 ** 9", "lambda: x",
-    "try:", "except:", "pass", "raise E", "del x", "(", ")", "[", "]", ":", ",", "=", "\x00", "\u2028", "\ud800",
+    "def f():", "return x", "f()", "print(x)", "apis.", "apis.add(a=1, b=x)", "apis.keep(value=x)",
+    "apis.long()",
+    "import ", "os", "sys", "json", "import builtins", "builtins.len = x", "x += [x]", "x * 10 ** 9",
+    "lambda: x",
+    "try:", "except:", "pass", "raise E", "del x", "(", ")", "[", "]", ":", ",", "=", "\x00", "\u2028",
+    "\ud800",
     '"""', "__class__", "().__class__.__base__.__subclasses__()", "apis._ask.__globals__", "*", "**", ";",
-    "apis._ask.__closure__[1].cell_contents(x)", "global x", "yield", "await", "async def f():", "class A:", "@x",
+    "apis._ask.__closure__[1].cell_contents(x)", "global x", "yield", "await", "async def f():", "class A:",
+    "@x",
     "x.append(x)", "sys.stdout = x", "eval('x')", "exec('x = 1')", "vars()", "globals().clear()",
     "__import__('os')", "open('/')", "input()", "exit()",
 ]  # fmt: skip
@@ -662,7 +709,9 @@ PIECES = [
 def random_programs(n: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     ends = ["", " ", "\n"]
-    return ["".join(rng.choice(PIECES) + rng.choice(ends) for _ in range(rng.randrange(1, 20))) for _ in range(n)]
+    return [
+        "".join(rng.choice(PIECES) + rng.choice(ends) for _ in range(rng.randrange(1, 20))) for _ in range(n)
+    ]
 
 
 def resident() -> float:

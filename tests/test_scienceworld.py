@@ -43,15 +43,18 @@ def test_the_tasks_have_the_papers_numbers():
     numbered = """
         boil change-the-state-of-matter-of freeze melt measure-melting-point-known-substance
         measure-melting-point-unknown-substance use-thermometer power-component
-        power-component-renewable-vs-nonrenewable-energy test-conductivity test-conductivity-of-unknown-substances
-        find-animal find-living-thing find-non-living-thing find-plant grow-fruit grow-plant chemistry-mix
+        power-component-renewable-vs-nonrenewable-energy test-conductivity
+        test-conductivity-of-unknown-substances find-animal find-living-thing find-non-living-thing
+        find-plant grow-fruit grow-plant chemistry-mix
         chemistry-mix-paint-secondary-color chemistry-mix-paint-tertiary-color lifespan-longest-lived
         lifespan-longest-lived-then-shortest-lived lifespan-shortest-lived identify-life-stages-1
         identify-life-stages-2 inclined-plane-determine-angle inclined-plane-friction-named-surfaces
-        inclined-plane-friction-unnamed-surfaces mendelian-genetics-known-plant mendelian-genetics-unknown-plant
+        inclined-plane-friction-unnamed-surfaces mendelian-genetics-known-plant
+        mendelian-genetics-unknown-plant
     """
     assert list(TASKS) == numbered.split()
-    assert sum(len(variations(task, "train")) for task in TASKS) in range(3400, 3650)  # the paper has 3,442 of them
+    # the paper has 3,442 of them
+    assert sum(len(variations(task, "train")) for task in TASKS) in range(3400, 3650)
 
 
 def test_splits_are_disjoint_and_complete():
@@ -122,7 +125,8 @@ def test_joined_strings_are_the_strings(simulator):
 
 @needs_java
 def test_the_same_actions_bring_the_same_texts(world):
-    """Also in another process, and however much has been played before: the order of things is no accident."""
+    """Also in another process, and however much has been played before:
+    the order of things is no accident."""
     rng, other = random.Random(0), scienceworld.ScienceWorld()
     try:
         for index in (1, 5):
@@ -141,9 +145,14 @@ def test_the_same_actions_bring_the_same_texts(world):
 
 @needs_java
 def test_the_java_process_ends_with_us_even_when_we_are_killed():
-    code = "import envs, time\nw = envs.make('scienceworld')\nw.reset()\nprint(w.simulator.process.pid, flush=True)\n"
+    code = (
+        "import envs, time\nw = envs.make('scienceworld')\nw.reset()\nprint(w.simulator.process.pid, "
+        "flush=True)\n"
+    )
     for end in ("", "time.sleep(100)"):  # an ordinary end, and a kill
-        child = subprocess.Popen([sys.executable, "-c", code + end], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code + end], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         java = int(child.stdout.readline())
         if end:
             os.kill(java, 0)  # it lives
@@ -164,7 +173,9 @@ def test_the_java_process_ends_with_us_even_when_we_are_killed():
 @needs_java
 def test_gold_paths_reach_the_goal_from_the_start(world):
     _, info = world.reset(options={"index": 2})
-    assert info["answer"] == "find-living-thing 2" and info["task"].startswith("Your task is to find a(n) living thing")
+    assert info["answer"] == "find-living-thing 2" and info["task"].startswith(
+        "Your task is to find a(n) living thing"
+    )
     path = gold_path("find-living-thing", 2, "easy")
     rewards, scores = [], []
     for action in path:
@@ -174,7 +185,7 @@ def test_gold_paths_reach_the_goal_from_the_start(world):
         if terminated:
             break
     assert terminated and not truncated and sum(rewards) == scores[-1] == 100
-    assert info["episode"] == {"return": 100.0, "length": len(rewards), "success": True}
+    assert info["result"] == {"return": 100.0, "length": len(rewards), "success": True}
 
 
 @needs_java
@@ -184,7 +195,7 @@ def test_a_failure_takes_the_score_to_minus_100(world):
     earned = world.score
     _, reward, terminated, truncated, info = world.step("focus on air")
     assert terminated and not truncated and info["score"] == -100 and reward == -100 - earned
-    assert info["episode"] == {"return": -100.0, "length": 2, "success": False}
+    assert info["result"] == {"return": -100.0, "length": 2, "success": False}
 
 
 @needs_java
@@ -194,7 +205,9 @@ def test_info_has_what_policies_read_apart(world):
     assert info["valid"] == sorted(set(info["valid"])) and "look around" in info["valid"]
     assert any(action.startswith("teleport to") for action in info["valid"])  # easy
     observation, _, _, _, info = world.step("dance with the table")
-    assert "Invalid action. No known action" in observation and info["observation"].startswith("No known action")
+    assert "Invalid action. No known action" in observation and info["observation"].startswith(
+        "No known action"
+    )
 
 
 @needs_java
@@ -211,7 +224,7 @@ def test_a_java_process_that_dies_ends_the_episode_and_is_replaced(world, capfd)
     os.kill(world.simulator.process.pid, signal.SIGKILL)
     observation, reward, terminated, truncated, info = world.step("wait")
     assert (observation, reward, terminated, truncated, info["died"]) == (before, 0.0, False, True, True)
-    assert info["episode"]["success"] is False
+    assert info["result"]["success"] is False
     assert world.reset(options={"index": 0})[0] == before
     assert world.step("wait")[4]["died"] is False
     assert "Traceback" not in capfd.readouterr().err
@@ -258,7 +271,8 @@ def test_a_java_process_that_dies_on_the_last_look_has_not_ended_the_episode(wor
 
 @needs_java
 def test_worlds_side_by_side_are_worlds_alone(world):
-    """Each as if it were played alone; whose episode is over begins anew where a variation is given, else stays."""
+    """Each as if it were played alone; whose episode is over begins anew where a variation is given,
+    else stays."""
     rng, worlds = np.random.default_rng(0), scienceworld.Worlds(2, task="find-living-thing", step_limit=3)
     try:
         infos = worlds.reset("dev", [4, 5])

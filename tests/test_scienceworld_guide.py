@@ -1,4 +1,5 @@
-"""envs/scienceworld_guide.py: walks along gold paths, with a small stand-in for the Java program and with itself."""
+"""envs/scienceworld_guide.py: walks along gold paths,
+with a small stand-in for the Java program and with itself."""
 
 import gzip
 from importlib.util import find_spec
@@ -15,7 +16,8 @@ REAL = Path(__file__).parent.parent.parent / "shared/data/guide_train.jsonl.gz"
 
 
 class House:
-    """A simulator of two rooms with one door: the path opens it, under a name that is no valid action, and goes."""
+    """A simulator of two rooms with one door: the path opens it, under a name that is no valid action,
+    and goes."""
 
     made, loads, dies_at, dead_on_arrival = 0, [], set(), 0
 
@@ -68,7 +70,9 @@ def test_a_walk(house):
         seen.append(sorted(vocab[i] for i in valid))
     assert seen[0] == ["eat apple", "open door"] and seen[1] == ["close door", "eat apple", "go to hall"]
     assert seen[2] == ["close door", "eat apple", "go to hall", "take thing 3"]
-    assert record["steps"][0]["gold"] not in record["steps"][0]["add"], "the gold action has a name of its own"
+    assert record["steps"][0]["gold"] not in record["steps"][0]["add"], (
+        "the gold action has a name of its own"
+    )
 
 
 def test_training_data(tmp_path, house):
@@ -78,7 +82,9 @@ def test_training_data(tmp_path, house):
     assert len(records) == 2 * 4 * 3 and set(records[0]) == {"task", "variation", "desc", "pos", "neg"}
     assert {r["variation"] for r in records} <= set(variations("boil", "train"))
     for record in records:
-        taken = {r["pos"] for r in records if (r["task"], r["variation"]) == (record["task"], record["variation"])}
+        taken = {
+            r["pos"] for r in records if (r["task"], r["variation"]) == (record["task"], record["variation"])
+        }
         assert record["neg"] not in taken and record["neg"]
     assert [p.name for p in path.parent.iterdir()] == ["train.jsonl.gz"], "no parts are left"
     again = tmp_path / "again.jsonl.gz"

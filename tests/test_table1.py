@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import table1
 import tables
+from test_archer_offline_iql import tiny_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,8 +23,20 @@ def test_the_quick_table(tmp_path):
     """All six rows for two seeds; a second call runs nothing and finds the same figures."""
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table1.START}\nold\n{table1.END}\nafter\n")
-    command = [sys.executable, ROOT / "benchmarks/table1.py", "--quick", "--runs", tmp_path / "runs", "--out", page]
-    command += ["--known", tmp_path / "cells.jsonl"]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/table1.py",
+        "--quick",
+        "--runs",
+        tmp_path / "runs",
+        "--out",
+        page,
+    ]
+    command += [
+        "--known",
+        tmp_path / "cells.jsonl",
+        f"--options=--actor {tiny_checkpoint(tmp_path / 'tiny')}",
+    ]
     first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert first.returncode == 0, first.stderr[-2000:]
     runs = sorted((tmp_path / "runs").glob("*/*"))
@@ -66,7 +79,10 @@ def test_a_run_that_fails_is_one_line(tmp_path, capfd):
 
 
 def test_an_interval_and_a_place_in_a_page(tmp_path, capfd):
-    """Student's t for three values: 4.30 standard errors on each side. Marks in the wrong order are no place."""
+    """Student's t for three values: 4.30 standard errors on each side.
+
+    Marks in the wrong order are no place.
+    """
     assert tables.interval([1.0, 2.0, 3.0]) == "2.0 ± 2.5"
     assert tables.interval([3.0, 1.0]) == "2.0 (3.0, 1.0)", "the interval of two says nothing"
     assert tables.interval([2.0], digits=2) == "2.00", "of one value there is none"
@@ -89,7 +105,7 @@ def test_a_bc_run_that_others_start_from_is_made_once(tmp_path, monkeypatch):
         with lock:
             calls.append(command)
         run = Path(command[command.index("--runs") + 1]) / "run"
-        (run / "checkpoints/000001/actor").mkdir(parents=True)
+        (run / "actor").mkdir(parents=True)
         for name, told in {"args.json": {"iterations": 1}, "metrics.jsonl": {"iteration": 1}}.items():
             (run / name).write_text(json.dumps(told))
         (run / "metrics.jsonl").write_text(json.dumps({"iteration": 1, "data/return": 0.0}))
@@ -98,8 +114,10 @@ def test_a_bc_run_that_others_start_from_is_made_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(table1.subprocess, "run", fake)
     rows = ("IQL + REINFORCE", "IQL + REINFORCE + BC")
-    table1.main(table1.Args(rows=rows, seeds=2, runs=tmp_path / "runs", options="--actor gpt2 --actor-lr 1e-5"))
-    assert len(calls) == 6 and sum(command[-2:] == ["--actor-loss", "bc"] for command in calls) == 2
+    table1.main(
+        table1.Args(rows=rows, seeds=2, runs=tmp_path / "runs", options="--actor gpt2 --actor-lr 1e-5")
+    )
+    assert len(calls) == 6 and sum("--beta" in command for command in calls) == 2
     for command in calls[2:]:
         parsed = dict(zip(command[2::2], command[3::2], strict=True))  # the last one counts
-        assert parsed["--actor-lr"] == "1e-3" and parsed["--actor"].endswith("checkpoints/000001/actor")
+        assert parsed["--actor-lr"] == "1e-3" and parsed["--actor"].endswith("run/actor")

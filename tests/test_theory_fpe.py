@@ -1,4 +1,5 @@
-"""benchmarks/theory_fpe.py against loops over all dialogues of a tiny world, and what its docstring claims."""
+"""benchmarks/theory_fpe.py against loops over all dialogues of a tiny world,
+and what its docstring claims."""
 
 import ast
 import doctest
@@ -40,7 +41,8 @@ def exact(level):
 
 
 def naive_token(world, turn, s, said, policy):
-    """(Q of every next token, V) by recursion over all that can follow; the discount is GAMMA^(1/L) a token."""
+    """(Q of every next token, V) by recursion over all that can follow; the discount is GAMMA^(1/L)
+    a token."""
     g, q = GAMMA ** (1 / L), []
     for token in range(V):
         now = [*said, token]
@@ -63,7 +65,9 @@ def naive_utterance(world, turn, s):
     for u in product(range(V), repeat=L):
         chance = math.prod(world.target_SVV[s, sum(u[:i]) % V, u[i]] for i in range(L))
         z = sum(u) % V
-        later = [world.next_SVS[s, z, after] * naive_utterance(world, turn + 1, after)[1] for after in range(S)]
+        later = [
+            world.next_SVS[s, z, after] * naive_utterance(world, turn + 1, after)[1] for after in range(S)
+        ]
         found[u] = world.reward_SV[s, z] + GAMMA * sum(later), chance
     return found, sum(q * chance for q, chance in found.values())
 
@@ -151,7 +155,8 @@ def test_advantages_of_tokens_add_up_to_those_of_utterances(world, table):
 
 @each_class
 def test_errors_are_those_over_all_utterances(world, table):
-    """E2: utterance_error of errors that have nothing to do with each other, against a sum over all utterances."""
+    """E2: utterance_error of errors that have nothing to do with each other,
+    against a sum over all utterances."""
     share = naive_visits(world)
     for tokens in (False, True):
         level = fpe.make_level(world, L, tokens, table)
@@ -173,7 +178,8 @@ def test_errors_are_those_over_all_utterances(world, table):
 
 @each_class
 def test_bound_is_put_together_as_it_says(world, table):
-    """E3 with C, G and Vmax by loops; a bound of the sums is greater for tokens by (1 - gamma) / (1 - gamma^(1/L))."""
+    """E3 with C, G and Vmax by loops; a bound of the sums is greater for tokens by (1 - gamma)
+    / (1 - gamma^(1/L))."""
     bounds = []
     for tokens in (False, True):
         level = fpe.make_level(world, L, tokens, table)
@@ -208,7 +214,8 @@ def test_bound_is_put_together_as_it_says(world, table):
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 40])
 def test_lemma_of_the_bound(samples):
-    """E3, first step: p (E[1/4m; m>0] + P(m=0)) <= 1/(N+1) for m ~ Binomial(N, p); and no bound of half the size."""
+    """E3, first step: p (E[1/4m; m>0] + P(m=0)) <= 1/(N+1) for m ~ Binomial(N, p);
+    and no bound of half the size."""
     largest = 0.0
     for p in np.linspace(0.001, 1, 400):
         chance = [math.comb(samples, m) * p**m * (1 - p) ** (samples - m) for m in range(samples + 1)]
@@ -271,7 +278,8 @@ def test_data_are_drawn_as_the_world_and_the_behaviour_say(world):
 @each_level
 @each_class
 def test_transitions_follow_the_model(world, tokens, table):
-    """Every transition of the data is one of the model's, an utterance takes its own way, and frequencies agree."""
+    """Every transition of the data is one of the model's, an utterance takes its own way,
+    and frequencies agree."""
     level = fpe.make_level(world, L, tokens, table)
     data = fpe.sample(world, L, 20_000, np.random.default_rng(5))
     cell, after, weight, reward = fpe.transitions(level, data)
@@ -313,14 +321,17 @@ def test_fit_is_repeated_least_squares(world, tokens, table):
 def test_fit_adds_the_disturbance_of_every_regression(world):
     """A constant c in each of k regressions shifts f by c (1 + g + ... ), as far as steps follow."""
     level = fpe.make_level(world, L, tokens=True, table=False)
-    moved = fpe.fit(level.edges, level.cell_XA, level.policy_XA, level.gamma, level.steps, lambda n: np.full(n, 0.1))
+    moved = fpe.fit(
+        level.edges, level.cell_XA, level.policy_XA, level.gamma, level.steps, lambda n: np.full(n, 0.1)
+    )
     shift = (moved - exact(level))[:S]
     np.testing.assert_allclose(shift, 0.1 * sum(level.gamma**t for t in range(level.steps)))
 
 
 @each_class
 def test_both_levels_find_the_same_advantages(world, table):
-    """The result of docs/theory_fpe.md: nothing is uncertain inside an utterance, so that L fits there add no error.
+    """The result of docs/theory_fpe.md: nothing is uncertain inside an utterance,
+    so that L fits there add no error.
 
     Of the sums this holds where every cell has data, of the table whatever the data are.
     """
@@ -356,12 +367,15 @@ def test_error_falls_with_the_root_of_the_samples(world, tokens, table):
 
 
 def test_fewer_regressions_than_steps_see_a_shorter_dialogue(world):
-    """D2: after L regressions on tokens, the states that begin a turn know the reward of that turn and no more."""
+    """D2: after L regressions on tokens, the states that begin a turn know the reward
+    of that turn and no more."""
     once = fpe.World(1, GAMMA, world.reward_SV, world.next_SVS, world.target_SVV, world.behaviour_SVV)
     one, all_of_it = (fpe.make_level(w, L, tokens=True, table=True) for w in (once, world))
     short = solve(all_of_it, all_of_it.edges, L)[:B]
     np.testing.assert_allclose(short, np.tile(exact(one)[:S], (H, 1)), atol=1e-12)
-    assert np.abs(short - exact(all_of_it)[:B])[: B - S].min() > 0.1, "the last turn alone has no more to know"
+    assert np.abs(short - exact(all_of_it)[:B])[: B - S].min() > 0.1, (
+        "the last turn alone has no more to know"
+    )
 
 
 # ---------------------------------------------------------------------------------------- the columns
@@ -437,11 +451,15 @@ def test_quick_form(tmp_path):
     result = run("--quick", "--out", tmp_path / "table.md", cwd=tmp_path)
     assert result.returncode == 0 and result.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["table.md"], "no temporary file is left"
-    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line]
+    rows = [
+        line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line
+    ]
     assert len(rows) == 2 * (2 + 4) and {len(cells) for cells in rows} == {len(fpe.COLUMNS)}
     assert rows[0] == list(fpe.COLUMNS)
     printed = [re.split(r"  +", line.strip()) for line in result.stdout.splitlines()]
-    assert all(cells in printed for cells in rows if cells[0] in ("table", "sum")), "what is printed is what is written"
+    assert all(cells in printed for cells in rows if cells[0] in ("table", "sum")), (
+        "what is printed is what is written"
+    )
     for name, meaning in fpe.COLUMNS.items():
         assert f"{name}  {meaning}" in result.stdout
     same = run("--quick", cwd=tmp_path)
@@ -469,16 +487,22 @@ def test_a_bad_argument_is_one_line(options, tmp_path):
     result = run(*options, cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("theory_fpe.py: ")
-    assert [option for option in options if option.startswith("--")][-1] in result.stderr, "it names the argument"
+    assert [option for option in options if option.startswith("--")][-1] in result.stderr, (
+        "it names the argument"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_help_explains_every_argument():
     said = re.sub(r"[│\s]+", " ", run("--help").stdout)
-    body = next(n for n in ast.parse(SCRIPT.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    body = next(
+        n for n in ast.parse(SCRIPT.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Args"
+    ).body
     for node in body:
         comment = SCRIPT.read_text().splitlines()[node.end_lineno - 1].partition("  # ")[2]
-        assert comment and f"--{node.target.id.replace('_', '-')} " in said.replace(",", " ") and comment in said
+        assert (
+            comment and f"--{node.target.id.replace('_', '-')} " in said.replace(",", " ") and comment in said
+        )
 
 
 def test_the_page_shows_the_columns_of_the_script():

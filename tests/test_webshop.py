@@ -1,4 +1,5 @@
-"""WebShop: the reward, the search, the pages, what an observation gives away, the published files, the players."""
+"""WebShop: the reward, the search, the pages, what an observation gives away, the published files,
+the players."""
 
 import json
 import math
@@ -20,7 +21,16 @@ from envs.datasets import dialogue
 from envs.webshop import Goal, Item, reward
 
 ALL = ws.made_up()
-BUTTONS = ["back to search", "next >", "< prev", "description", "features", "reviews", "attributes", "buy now"]
+BUTTONS = [
+    "back to search",
+    "next >",
+    "< prev",
+    "description",
+    "features",
+    "reviews",
+    "attributes",
+    "buy now",
+]
 
 
 def start(index: int = 0, **options):
@@ -35,7 +45,9 @@ def follow(index: int, *actions: str, **options) -> tuple[list[str], list[float]
     replies, rewards = [], []
     for action in actions:
         observation, gain, _, _, info = world.step(action)
-        replies.append(observation.removeprefix(f"{before}{info['action']}\n") if world.append_only else observation)
+        replies.append(
+            observation.removeprefix(f"{before}{info['action']}\n") if world.append_only else observation
+        )
         before = observation
         rewards.append(gain)
     return replies, rewards, info
@@ -44,14 +56,19 @@ def follow(index: int, *actions: str, **options) -> tuple[list[str], list[float]
 def play_all(player, world_id: str = "webshop", games: int = 100, seed: int = 0) -> list[dict]:
     """As many games, each of another task if there are so many."""
     world, rng = envs.make(world_id), random.Random(seed)
-    return [dialogue(world, world.players.get(player, player), rng, n * 31 % world.num_tasks) for n in range(games)]
+    return [
+        dialogue(world, world.players.get(player, player), rng, n * 31 % world.num_tasks)
+        for n in range(games)
+    ]
 
 
 def mean(dialogues: list[dict], key: str = "return") -> float:
     return envs.summarise(dialogues)[key]
 
 
-def item(title="", query="q", category="a › b › c", attributes=(), features=(), description="", price=35.0) -> Item:
+def item(
+    title="", query="q", category="a › b › c", attributes=(), features=(), description="", price=35.0
+) -> Item:
     return Item("B1", title, price, f"${price}", query, category, attributes, {}, description, features)
 
 
@@ -61,9 +78,14 @@ def item(title="", query="q", category="a › b › c", attributes=(), features=
 SHOE = "adidas Unisex-Adult D.o.n. Issue 2 Basketball Shoe"
 COURT = "adidas Unisex-Adult D.o.n. Issue 2 Indoor Court Shoe"
 CORD = "Saireed UL Listed 2 Prong Power Cord for JBL Bar 3.1 Bar 2.1 Channel 4K Ultra HD Soundbar"
-LEAD = "BRST AC Power Cord Outlet Socket Cable Plug Lead for Panasonic SC-HT830V DVD/VCR Combo Home Theater System"
+LEAD = (
+    "BRST AC Power Cord Outlet Socket Cable Plug Lead for Panasonic SC-HT830V DVD/VCR Combo Home "
+    "Theater System"
+)
 KNOB = "Rusticware 921ORB Kitchen and Bath Cabinet Knob"
-TWEEZERS = "Minkissy 2pcs Stainless Steel Eyebrow Tweezers Blackhead Acne Remover Portable Makeup Tweezers (Silver)"
+TWEEZERS = (
+    "Minkissy 2pcs Stainless Steel Eyebrow Tweezers Blackhead Acne Remover Portable Makeup Tweezers (Silver)"
+)
 TEA = ("tea tree", "essential oils", "natural ingredients")
 
 
@@ -111,7 +133,10 @@ def test_the_published_cases(matching):
     goal = Goal(item(name), "", TEA, ("grey", "XL"), 40.0)
     chosen = {"color": "grey", "size": "XL"}
     score = partial(reward, matching=matching)
-    assert score(item(name, attributes=("tea tree", "essential oil", "natural ingredients")), chosen, goal) == 1.0
+    assert (
+        score(item(name, attributes=("tea tree", "essential oil", "natural ingredients")), chosen, goal)
+        == 1.0
+    )
     # Attributes also count where they stand in the texts: 2 of 3.
     texts = {
         "features": ("This shampoo has essential oils and smells like lemons",),
@@ -123,7 +148,9 @@ def test_the_published_cases(matching):
     more = goal._replace(options=("grey", "XL", "pack of 12"))
     assert score(item(name, **texts), chosen, more) == pytest.approx((2 + 2 + 1) / 7)
     other_kind = item(LEAD, query="other", category="a › d › e", **texts)
-    assert score(other_kind, chosen, more._replace(item=item(CORD))) == pytest.approx(0.5 * 4 / 7 + 0.5 * 1 / 7)
+    assert score(other_kind, chosen, more._replace(item=item(CORD))) == pytest.approx(
+        0.5 * 4 / 7 + 0.5 * 1 / 7
+    )
     none = item(name, attributes=("tea bag", "earl gray", "lipton"), description="Best tea made by Lipton")
     assert score(none, {}, goal) == pytest.approx(1 / 6)
 
@@ -173,14 +200,16 @@ def naive_reward(bought: Item, chosen: dict, goal: Goal) -> float:
     got = 1 if bought.price <= goal.price_upper else 0
     everything = [bought.title.lower(), " ".join(bought.features).lower(), bought.description.lower()]
     for asked in goal.attributes:
-        if [own for own in bought.attributes if close(own, asked)] or [text for text in everything if asked in text]:
+        if [own for own in bought.attributes if close(own, asked)] or [
+            text for text in everything if asked in text
+        ]:
             got += 1
     for asked in goal.options:
         for name, value in chosen.items():
             if color(value) == color(asked) if name == "size" else close(color(value), color(asked)):
                 got += 1
                 break
-    kinds = [[word for word in (i.title.lower().split()) if word == i.query or word == i.title.lower().split()[0]]
+    kinds = [[word for word in i.title.lower().split() if word in (i.query, i.title.lower().split()[0])]
              for i in (bought, goal.item)]  # fmt: skip
     share = len(set(kinds[0]) & set(kinds[1])) / len(kinds[1])
     kind = 0.0 if share == 0 else 1.0  # in the made-up shop a title has two nouns, brand and kind
@@ -255,7 +284,9 @@ def test_items_are_as_the_tables_say():
     for one in ALL.items.values():
         assert len(one.attributes) == 4 and all(len(values) >= 1 for values in one.options.values())
         assert sum(word in one.title.split() for word in one.attributes) == 2
-        assert ws.nouns(one.title) == [one.title.split()[0].lower(), one.query], "adjectives must not count as nouns"
+        assert ws.nouns(one.title) == [one.title.split()[0].lower(), one.query], (
+            "adjectives must not count as nouns"
+        )
     own = sorted({word for table in ws.DEPARTMENTS.values() for word in table["attributes"].split(", ")})
     assert not any(ws.alike(a, b) for a in own for b in own if a != b)
 
@@ -279,7 +310,10 @@ def test_instructions_say_all_that_is_asked_for():
 def test_the_item_of_a_goal_earns_everything():
     for goal in ALL.goals:
         chosen = {
-            name: value for name, values in goal.item.options.items() for value in values if value in goal.options
+            name: value
+            for name, values in goal.item.options.items()
+            for value in values
+            if value in goal.options
         }
         assert len(chosen) == len(goal.options)
         assert reward(goal.item, chosen, goal) == 1.0
@@ -302,7 +336,9 @@ def test_a_purchase_word_for_word():
     head, *rows = replies[0].splitlines()
     assert head == "[Back to Search] Page 1 (Total results: 50) [Next >]"
     assert len(rows) == 3 and f"[{goal.item.asin}] {goal.item.title} ${goal.item.price}" in rows
-    options = [f"{name} " + "".join(f"[{value}]" for value in values) for name, values in goal.item.options.items()]
+    options = [
+        f"{name} " + "".join(f"[{value}]" for value in values) for name, values in goal.item.options.items()
+    ]
     assert replies[1].splitlines() == [
         "[Back to Search] [< Prev]",
         *options,
@@ -314,7 +350,7 @@ def test_a_purchase_word_for_word():
     missing = len(goal.options) - 1
     assert rewards == [0.0] * 4 + [1 - missing / (len(goal.attributes) + len(goal.options) + 1)]
     assert replies[4] == f"Your score (min 0.0, max 1.0): {rewards[4]:.2f}\n"
-    assert info["episode"] == {"return": rewards[4], "length": 5, "success": missing == 0}
+    assert info["result"] == {"return": rewards[4], "length": 5, "success": missing == 0}
 
 
 def test_the_example_at_the_top_is_true():
@@ -362,7 +398,10 @@ def test_subpages_and_the_way_back():
     }
     pages = iter(shown.items())
     page, text = next(pages)
-    assert last_lines(world.step(f"click[{page}]")[0], f"click[{page}]") == ["[Back to Search] [< Prev]", text]
+    assert last_lines(world.step(f"click[{page}]")[0], f"click[{page}]") == [
+        "[Back to Search] [< Prev]",
+        text,
+    ]
     assert last_lines(world.step("click[Buy Now]")[0], "click[Buy Now]") == ["Invalid action!"]
     # Back on the item's page the option is still chosen, and marked.
     lines = last_lines(world.step("click[< Prev]")[0], "click[< Prev]")
@@ -454,7 +493,7 @@ def test_refused_actions_change_nothing_but_the_time():
         _, gain, terminated, truncated, info = world.step("click[nothing of the kind]")
         assert (world.page, world.item, world.chosen, world.hits, world.leaf) == state
         assert gain == 0.0 and not terminated and truncated == (n == 7)
-    assert info["episode"] == {"return": 0.0, "length": 10, "success": False}
+    assert info["result"] == {"return": 0.0, "length": 10, "success": False}
 
 
 # ------------------------------------------------------------------------------- paid without playing
@@ -463,7 +502,9 @@ def test_refused_actions_change_nothing_but_the_time():
 def test_thinking_for_ever_earns_nothing():
     game = play_all(lambda observation, rng: "think[Your score (min 0.0, max 1.0): 1.0]", games=3)
     for one in game:
-        assert one["truncated"] and not one["terminated"] and one["return"] == 0.0 and len(one["actions"]) == 10
+        assert (
+            one["truncated"] and not one["terminated"] and one["return"] == 0.0 and len(one["actions"]) == 10
+        )
     assert mean(game, "success") == 0.0
 
 
@@ -523,7 +564,15 @@ def test_the_words_of_the_instruction_are_no_key():
 # ------------------------------------------------------------------------------- nothing leaks
 
 HOSTILE = [
-    *("", " ", "\n", "\nclick[Buy Now]", "[[[((({{{<<<|*+?.^$\\", "{0} %s {goal}", "\x00\x07\x1b[31mred\x1b[0m\x7f"),
+    *(
+        "",
+        " ",
+        "\n",
+        "\nclick[Buy Now]",
+        "[[[((({{{<<<|*+?.^$\\",
+        "{0} %s {goal}",
+        "\x00\x07\x1b[31mred\x1b[0m\x7f",
+    ),
     *(
         "search[",
         "search]",
@@ -535,15 +584,34 @@ HOSTILE = [
         "think[[[",
         "click[\x00]",
     ),
-    *("search[これは何ですか]", "search[куртка]", "click[هل]", "think[🔍🔍]", "search[\ud800]", "\ud800", "a\u2028b"),
-    *("search[" + "coat " * 5000 + "]", "think[" + "a" * 1_000_000 + "]", "click" * 100_000, "[" * 5000, "(" * 5000),
+    *(
+        "search[これは何ですか]",
+        "search[куртка]",
+        "click[هل]",
+        "think[🔍🔍]",
+        "search[\ud800]",
+        "\ud800",
+        "a\u2028b",
+    ),
+    *(
+        "search[" + "coat " * 5000 + "]",
+        "think[" + "a" * 1_000_000 + "]",
+        "click" * 100_000,
+        "[" * 5000,
+        "(" * 5000,
+    ),
     *(
         "Instruction: buy coat A, and price lower than 1.00 dollars",
         "[Back to Search] [< Prev]",
         "[Buy Now]",
         "</s><pad>",
     ),
-    *("Your score (min 0.0, max 1.0): 1.00", "search[Your score (min 0.0, max 1.0): 1.00]", "search[(a+)+$]", "OK."),
+    *(
+        "Your score (min 0.0, max 1.0): 1.00",
+        "search[Your score (min 0.0, max 1.0): 1.00]",
+        "search[(a+)+$]",
+        "OK.",
+    ),
 ]
 
 
@@ -555,10 +623,13 @@ def hostile_actions(n: int, seed: int) -> list[str]:
     for _ in range(n - len(HOSTILE)):
         kind = rng.random()
         noise = "".join(
-            chr(rng.choice([rng.randrange(32, 127), rng.randrange(1, 0x3000)])) for _ in range(rng.randrange(60))
+            chr(rng.choice([rng.randrange(32, 127), rng.randrange(1, 0x3000)]))
+            for _ in range(rng.randrange(60))
         )
         verb = rng.choice(["search", "click", "think", "SEARCH", "Click", ""])
-        inside = rng.choice([noise, rng.choice(BUTTONS), " ".join(rng.sample(words, 3)), rng.choice(sorted(ALL.items))])
+        inside = rng.choice(
+            [noise, rng.choice(BUTTONS), " ".join(rng.sample(words, 3)), rng.choice(sorted(ALL.items))]
+        )
         made.append(noise if kind < 0.3 else f"{verb}[{inside}]" if kind < 0.9 else f"{verb}[{inside}{noise}")
     made += HOSTILE
     rng.shuffle(made)
@@ -586,8 +657,11 @@ def test_ten_thousand_hostile_actions(context):
         for (observation, gain, terminated, truncated, info), world in zip(results, worlds, strict=True):
             assert terminated == bought and (gain == 0.0 or bought) and 0 <= gain <= 1
             assert observation in world.observation_space and info["action"] in world.action_space
-            assert info.keys() == ({"action", "episode"} if terminated or truncated else {"action"})
-        texts = [text.replace(world.goal.instruction, "") for (text, *_), world in zip(results, worlds, strict=True)]
+            assert info.keys() == ({"action", "result"} if terminated or truncated else {"action"})
+        texts = [
+            text.replace(world.goal.instruction, "")
+            for (text, *_), world in zip(results, worlds, strict=True)
+        ]
         assert bought or texts[0] == texts[1]
         if bought or truncated:
             reset()
@@ -600,7 +674,10 @@ def test_ten_thousand_hostile_actions(context):
 def walks(context: int, games: int = 60):
     """(world, observation) for every step of games of several players."""
     world, rng = envs.make("webshop", context=context), random.Random(0)
-    players = [*world.players.values(), lambda o, r: r.choice(["think[" + "x" * r.randrange(190) + "]", "nonsense"])]
+    players = [
+        *world.players.values(),
+        lambda o, r: r.choice(["think[" + "x" * r.randrange(190) + "]", "nonsense"]),
+    ]
     for game in range(games):
         player = players[game % len(players)]
         observation, _ = world.reset(options={"index": game % 100})
@@ -620,10 +697,14 @@ def test_old_turns_are_cut_first_and_the_current_page_and_the_instruction_never(
         end = f"Instruction: {world.goal.instruction}\n"
         pages = [n for n, (_, _, is_page) in enumerate(world.log) if is_page]
         assert observation.endswith(end)
-        current = "".join(f"{action}\n{reply}\n" for action, reply, _ in world.log[pages[-1] :]).removeprefix("\n")
+        current = "".join(f"{action}\n{reply}\n" for action, reply, _ in world.log[pages[-1] :]).removeprefix(
+            "\n"
+        )
         assert observation.endswith(current + end)
         old = observation.removesuffix(current + end)
-        whole = "".join(f"{action}\n{reply}\n" for action, reply, _ in world.log[: pages[-1]]).removeprefix("\n")
+        whole = "".join(f"{action}\n{reply}\n" for action, reply, _ in world.log[: pages[-1]]).removeprefix(
+            "\n"
+        )
         cut += old != whole
         assert old == whole or len(whole + current + end) > context
         assert len(observation) <= max(context, len(current + end))
@@ -643,9 +724,8 @@ def test_a_refusal_is_told_once():
     actions = ["nonsense", "", "think[invalid]", "click[x]", "search[coat]", "click[y]", "click[next >]"]
     replies, _, _ = follow(0, *actions, context=3000)
     assert [reply.count("Invalid action!") for reply in replies] == [1, 1, 0, 1, 0, 1, 0]
-    played = {"observations": ["", *replies], "actions": actions, "rewards": [0.0] * 7, "terminated": False}
     told = [bool(envs.INVALID.search(reply.replace("think[invalid]", ""))) for reply in replies]
-    assert sum(told) == 4 and envs.summarise([played])["success"] == 0.0
+    assert sum(told) == 4
 
 
 # ------------------------------------------------------------------------------- figures
@@ -653,7 +733,6 @@ def test_a_refusal_is_told_once():
 
 @pytest.mark.parametrize("context", [None, 2000])
 def test_success_is_the_whole_score_and_nothing_an_agent_says(context):
-    """`summarise` finds it in the last reply, for dialogues from the lockstep and for demonstrations."""
     worlds = envs.VecTextEnv("webshop", 100, context=context)
     worlds.reset(indices=list(range(100)))
     players = worlds.envs[0].players
@@ -662,21 +741,11 @@ def test_success_is_the_whole_score_and_nothing_an_agent_says(context):
     actions = [lies[i % 3] for i in range(100)]
     while alive := worlds.alive():
         step = worlds.step(actions)
-        infos |= {i: step[4][i]["episode"] for i in alive if "episode" in step[4][i]}
+        infos |= {i: step[4][i]["result"] for i in alive if "result" in step[4][i]}
         actions = [players["hasty" if i % 2 else "expert"](text, rng) for i, text in enumerate(step[0])]
     told = [envs.summarise([one])["success"] for one in worlds.dialogues]
     assert told == [infos[i]["success"] for i in range(100)] and 50 < sum(told) < 100
     assert [one["rewards"][-1] == 1.0 for one in worlds.dialogues] == told
-
-
-def test_the_score_in_the_last_reply():
-    def bought(score: str, points: float) -> dict:
-        texts = ["a\n", f"a\nclick[Buy Now]\nYour score (min 0.0, max 1.0): {score}\n"]
-        return {"observations": texts, "actions": ["click[Buy Now]"], "rewards": [points], "terminated": True}
-
-    assert mean([bought("1.00", 1.0)], "success") == 1.0 and mean([bought("1.33", 4 / 3)], "success") == 1.0
-    assert mean([bought("0.67", 2 / 3)], "success") == 0.0 and mean([bought("0.00", 0.0)], "success") == 0.0
-    assert mean([bought("1.00", 1.0) | {"terminated": False}], "success") == 0.0
 
 
 # ------------------------------------------------------------------------------- the players
@@ -687,7 +756,8 @@ def test_players_from_bad_to_good():
     means = {name: mean(games) for name, games in played.items()}
     assert means["expert"] == pytest.approx(envs.make("webshop").expert_return)
     assert (
-        means["random"] < 0.12 < 0.5 < means["scripted"] < 0.65 and means["first"] < means["scripted"] < means["hasty"]
+        means["random"] < 0.12 < 0.5 < means["scripted"] < 0.65
+        and means["first"] < means["scripted"] < means["hasty"]
     )
     assert mean(play_all("expert", "webshop-train", 600)) > 0.99
     assert mean(played["scripted"], "success") < 0.25 and mean(played["random"], "success") < 0.03
@@ -713,9 +783,13 @@ def test_demonstrations():
     made = world.demonstrations(3000, seed=0)
     assert time.process_time() - began < 5  # about 0.6 s on one CPU core
     figures = envs.summarise(made)
-    assert figures["return"] == pytest.approx(0.58, abs=0.04) and figures["success"] == pytest.approx(0.16, abs=0.04)
+    assert figures["return"] == pytest.approx(0.58, abs=0.04) and figures["success"] == pytest.approx(
+        0.16, abs=0.04
+    )
     assert 0.01 < figures["invalid"] < 0.05 and figures["truncated"] < 0.06
-    assert not {one["answer"] for one in made} & {world.reset(options={"index": n})[1]["answer"] for n in range(100)}
+    assert not {one["answer"] for one in made} & {
+        world.reset(options={"index": n})[1]["answer"] for n in range(100)
+    }
     starts = {re.match(r"\w*", action)[0] for one in made for action in one["actions"]}
     assert starts == {"search", "click", "think"}
     assert sum("click[Attributes]" in one["actions"] for one in made) > 20
@@ -752,7 +826,10 @@ PRODUCT = {
     "pricing": "$19.99",
     "full_description": "A jacket.",
     "small_description": ["warm", "machine wash"],
-    "customization_options": {"Color": [{"value": " Navy/Blue ", "image": None}, {"value": "Red"}], "Size": None},
+    "customization_options": {
+        "Color": [{"value": " Navy/Blue ", "image": None}, {"value": "Red"}],
+        "Size": None,
+    },
 }
 
 
@@ -778,7 +855,12 @@ def test_published_records(tmp_path):
         PRODUCT | {"asin": "nan"},
         PRODUCT | {"asin": "B0123456789"},
         PRODUCT
-        | {"asin": "B02", "pricing": "$1,010.50 - $1,020.00", "customization_options": "", "small_description": "one"},
+        | {
+            "asin": "B02",
+            "pricing": "$1,010.50 - $1,020.00",
+            "customization_options": "",
+            "small_description": "one",
+        },
         PRODUCT | {"asin": "B03", "pricing": "", "small_description": None, "full_description": None},
     ]
     human = {
@@ -789,16 +871,25 @@ def test_published_records(tmp_path):
     shop = ws.published(publish(tmp_path, products, {"B01": {"attributes": ["warm", "long sleeve"]}}, human))
     assert list(shop.items) == ["B01", "B02", "B03"]
     one, two, three = shop.items.values()
-    assert (one.title, one.query, one.price, one.tag) == ("Acme Jacket for Women", "women jackets", 19.99, "$19.99")
+    assert (one.title, one.query, one.price, one.tag) == (
+        "Acme Jacket for Women",
+        "women jackets",
+        19.99,
+        "$19.99",
+    )
     assert one.options == {"color": ("navy | blue", "red")} and one.attributes == ("warm", "long sleeve")
     assert two.options == {} and two.features == ("one",) and two.attributes == ("DUMMY_ATTR",)
     assert 1010.5 <= two.price <= 1020 and two.tag == "$1010.5 to $1020.0"
     assert (three.price, three.tag, three.features, three.description) == (100.0, "$100.0", (), "")
     texts = {goal.instruction: goal for goal in shop.goals}
-    assert len(shop.goals) == 3 and set(texts) >= {"a jacket", "no price"}, "nothing above 1,000 dollars has a bound"
+    assert len(shop.goals) == 3 and set(texts) >= {"a jacket", "no price"}, (
+        "nothing above 1,000 dollars has a bound"
+    )
     assert texts["a jacket"].price_upper == 1e6 and texts["no price"].options == ("red",)
     (bounded,) = [text for text in texts if text.startswith("i want a warm jacket, and price lower than ")]
-    assert texts[bounded].price_upper in (30, 40, 50) and bounded.endswith(f"{texts[bounded].price_upper:.2f} dollars")
+    assert texts[bounded].price_upper in (30, 40, 50) and bounded.endswith(
+        f"{texts[bounded].price_upper:.2f} dollars"
+    )
 
 
 def test_a_game_in_the_published_shop(tmp_path):
@@ -808,14 +899,20 @@ def test_a_game_in_the_published_shop(tmp_path):
     assert envs.make("webshop", data=folder, context=0).append_only and not world.append_only
     observation, info = world.reset(seed=0)
     assert info["answer"] == "0: B01, navy | blue"
-    for action in ("search[jacket]", "click[B01]", "click[Description]", "click[< Prev]", "click[navy | blue]"):
+    for action in (
+        "search[jacket]",
+        "click[B01]",
+        "click[Description]",
+        "click[< Prev]",
+        "click[navy | blue]",
+    ):
         observation, *_ = world.step(action)
         assert "Invalid" not in observation
     assert "color [navy | blue][red]\n" in observation and observation.splitlines()[-1].startswith(
         "Instruction: i want"
     )
     _, gain, terminated, _, info = world.step("click[Buy Now]")
-    assert gain == 1.0 and terminated and info["episode"]["success"]
+    assert gain == 1.0 and terminated and info["result"]["success"]
     for name in world.players:
         dialogue(world, world.players[name], random.Random(0), 0)
     assert len(envs.make("webshop-train", data=folder).demonstrations(5, seed=0)) == 5
@@ -852,13 +949,17 @@ def test_missing_and_malformed_files_are_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"^[^\n]*no instruction of items_human_ins.json is about [^\n]*$"):
         envs.make("webshop", data=folder)
     publish(tmp_path, [{"asin": "B01"}], {}, {})
-    with pytest.raises(ValueError, match=r"^[^\n]*not as published: KeyError\('pricing'\) in the record [^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"^[^\n]*not as published: KeyError\('pricing'\) in the record [^\n]*$"
+    ):
         envs.make("webshop", data=folder)
     (tmp_path / "items_ins_v2_1000.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"^[^\n]*items_ins_v2_1000.json is not JSON: [^\n]*$"):
         envs.make("webshop", data=folder)
     (tmp_path / "items_ins_v2_1000.json").unlink()
-    with pytest.raises(envs.Unavailable, match=r"^webshop: [^\n]*items_ins_v2_1000.json does not exist; [^\n]*$"):
+    with pytest.raises(
+        envs.Unavailable, match=r"^webshop: [^\n]*items_ins_v2_1000.json does not exist; [^\n]*$"
+    ):
         envs.make("webshop", data=folder)
 
 

@@ -1,0 +1,115 @@
+"""The ready-made models: runs the command of each world, and copies what it made to checkpoints/.
+
+    python benchmarks/checkpoints.py                      # all of them, one after the other, on one thread
+    python benchmarks/checkpoints.py --worlds apps        # one of them
+    python benchmarks/checkpoints.py --worlds             # none: only writes checkpoints/README.md again
+
+A checkpoint is a Hugging Face folder with its tokenizer, and made.json, from which the table of the page is
+made. Its weights are rounded to bfloat16, which takes half the space. It lies where the other scripts look:
+under the name of the world that the demonstrations are of, so that webshop's, which are of webshop-train,
+serve both.
+"""
+
+import hashlib
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import envs
+
+ROOT = Path(__file__).parent.parent
+
+MUON = "--optimizer muon --lr 4e-3"
+COMMANDS = {
+    "twenty-questions": f"python sft.py --env twenty-questions {MUON} --batch 32 --demonstrations 50000"
+    " --fresh --epochs 8 --vocabulary 700 --phrases 400 --reply-weight 5 --width 128"
+    " --inner 256 --context 512 --max-action-tokens 16 --save-every 500",
+    "guess-my-city": "python sft.py --env guess-my-city --vocabulary 1500 --phrases 500"
+    f" --demonstrations 20000 --fresh --epochs 5 --batch 32 {MUON} --inner 256 --context 1024"
+    " --max-action-tokens 16",
+    "mini-detective": "python sft.py --env mini-detective --width 64 --inner 128 --vocabulary 1500"
+    f" --phrases 200 --demonstrations 1500 --epochs 2 --batch 64 {MUON}",
+    "webshop": "python sft.py --env webshop --vocabulary 1500 --demonstrations 16000 --epochs 4"
+    f" --batch 32 {MUON}",
+    "apps": "python sft.py --env apps --world split=dev --layers 2 --init 0.02 --reply-weight 0"
+    " --drills 9600 --demonstrations 16000 --exchanged 0.25 --epochs 3 --vocabulary 3200 --save-every 100",
+}
+MEGABYTES, ALL_MEGABYTES = 2, 10  # of the weights of one, and of all the folders together
+
+
+@dataclass
+class Args:
+    worlds: list[str] = field(default_factory=lambda: list(COMMANDS))  # whose models are made
+    out: Path = ROOT / "checkpoints"  # folder of the models
+
+
+def size_of(path: Path) -> float:
+    """Megabytes of a file, or of all files below a folder."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of the weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def make(world: str, out: Path, options: str = "") -> Path:
+    """Trains the model of a world by its command; returns its folder in `out`."""
+    with tempfile.TemporaryDirectory() as runs:
+        words = [sys.executable, *shlex.split(COMMANDS[world])[1:], *shlex.split(options), "--runs", runs]
+        subprocess.run(words, cwd=ROOT, check=True)
+        (run,) = Path(runs).iterdir()
+        folder = out / envs.make(world).demonstration_env
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(run / "actor", folder)
+        halved = transformers.AutoModelForCausalLM.from_pretrained(run / "actor", dtype=torch.bfloat16)
+        halved.save_pretrained(folder)
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    made = {"world": world, "command": " ".join([COMMANDS[world], options]).strip(), "sha256": digest(folder)}
+    made |= {"minutes": summary["cpu_seconds"] / 60, "commit": summary["commit"]}
+    made |= {"sampled": summary["eval_return"], "greedy": summary["eval_return_greedy"]}
+    (folder / "made.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def readme(out: Path) -> str:
+    """The page of checkpoints/, from the files made.json."""
+    lines = ["# Ready-made models\n", "Written by `python benchmarks/checkpoints.py`; do not edit.\n"]
+    lines += ["Minutes are those of one CPU core. Returns are of all tasks of the world, each once,"]
+    lines += ["before the weights were rounded to bfloat16.\n"]
+    lines += [
+        "| folder | command | commit | minutes | sampled | greedy | megabytes | sha256 of model.safetensors |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for path in sorted(out.glob("*/made.json")):
+        made = json.loads(path.read_text(encoding="utf-8"))
+        figures = f"{made['minutes']:.0f} | {made['sampled']:.2f} | {made['greedy']:.2f}"
+        size = size_of(path.parent / "model.safetensors")
+        about = f"`{made['command']}` | {made['commit']} | {figures} | {size:.1f}"
+        lines.append(f"| {path.parent.name} | {about} | `{made['sha256']}` |")
+    return "\n".join(lines) + "\n"
+
+
+def main(args: Args) -> None:
+    """Makes the models that are asked for, and the page."""
+    args.out.mkdir(exist_ok=True)
+    for world in args.worlds:
+        folder = make(world, args.out)
+        if (size := size_of(folder / "model.safetensors")) > MEGABYTES:
+            print(f"{folder} has weights of {size:.1f} megabytes, more than {MEGABYTES}", file=sys.stderr)
+    (args.out / "README.md").write_text(readme(args.out), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
