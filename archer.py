@@ -63,9 +63,7 @@ class Args:
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
-    actor: str = (
-        ""  # a causal LM from sft.py: folder or Hugging Face name; "": that of the env in checkpoints/
-    )
+    actor: str = ""  # a causal LM from sft.py: folder or Hugging Face name; "" is the one in checkpoints/
     critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
     rollouts: int = 128  # dialogues played in an iteration (paper: 128)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)

@@ -64,19 +64,20 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def make(world: str, out: Path, options: str = "") -> Path:
+def make(world: str, out: Path, extra: str = "") -> Path:
     """Trains the model of a world by its command; returns its folder in `out`."""
     with tempfile.TemporaryDirectory() as runs:
-        words = [sys.executable, *shlex.split(COMMANDS[world])[1:], *shlex.split(options), "--runs", runs]
+        words = [sys.executable, *shlex.split(COMMANDS[world])[1:], *shlex.split(extra), "--runs", runs]
         subprocess.run(words, cwd=ROOT, check=True)
         (run,) = Path(runs).iterdir()
         folder = out / envs.make(world).demonstration_env
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(run / "actor", folder)
-        halved = transformers.AutoModelForCausalLM.from_pretrained(run / "actor", dtype=torch.bfloat16)
+        options = {"dtype": torch.bfloat16, "trust_remote_code": False}
+        halved = transformers.AutoModelForCausalLM.from_pretrained(run / "actor", **options)
         halved.save_pretrained(folder)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    made = {"world": world, "command": " ".join([COMMANDS[world], options]).strip(), "sha256": digest(folder)}
+    made = {"world": world, "command": " ".join([COMMANDS[world], extra]).strip(), "sha256": digest(folder)}
     made |= {"minutes": summary["cpu_seconds"] / 60, "commit": summary["commit"]}
     made |= {"sampled": summary["eval_return"], "greedy": summary["eval_return_greedy"]}
     (folder / "made.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")

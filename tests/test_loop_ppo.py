@@ -1264,8 +1264,9 @@ def test_a_real_model_is_trained_in_its_chat_template(tmp_path, smollm, monkeypa
             said = tokenizer.decode(t.ids[turn.start : turn.stop]).removesuffix(tokenizer.eos_token)
             chat += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
         expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(t.ids) == expected and len(t.turns) == 2
+        assert tokenizer.decode(t.ids) == expected
         assert f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" in expected
+    assert max(len(t.turns) for t in played) == 2
 
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(
