@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 MUON = "--optimizer muon --lr 4e-3"
 COMMANDS = {
     "twenty-questions": f"python sft.py --env twenty-questions {MUON} --batch 32 --demonstrations 50000"
-    " --fresh --epochs 8 --vocabulary 700 --phrases 400 --reply-weight 5 --width 128"
+    " --fresh --epochs 10 --vocabulary 700 --phrases 400 --reply-weight 5 --layers 4"
     " --inner 256 --context 512 --max-action-tokens 16 --save-every 500",
     "guess-my-city": "python sft.py --env guess-my-city --vocabulary 1500 --phrases 500"
     f" --demonstrations 20000 --fresh --epochs 5 --batch 32 {MUON} --inner 256 --context 1024"

@@ -366,11 +366,11 @@ class TwentyQuestions(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        Three in ten are of the player `scripted`, who draws for each how readily it guesses, and makes
-        mistakes. The rest come fast to some words, and guess them one after the other, or to very few, and
-        often guess one again. Their questions, and all mistakes, are not for imitation but for their replies:
-        who never saw a bad guess does not know what follows it. All 157 words occur, also when this is the
-        world of ten, as in the paper.
+        A quarter are of the player `scripted`, who draws for each how readily it guesses, and makes mistakes.
+        The others narrow the words down and guess the last ones; two thirds of these guess again and again
+        what was wrong. Mistakes are not for imitation but for their replies: who never saw a bad guess does
+        not know what follows it. Nor are questions while many words are left, or the model would play too
+        well to learn much. All 157 words occur, also when this is the world of ten, as in the paper.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -449,15 +449,20 @@ def mistaken(observation: str, rng: random.Random, words: int = ALL, mistakes: f
     return wrong or scripted(observation, rng, words, **knobs)
 
 
-def mistake(observation: str, rng: random.Random, words: int = ALL) -> str | None:
+def mistake(
+    observation: str,
+    rng: random.Random,
+    words: int = ALL,
+    kinds: tuple = ("guess again", "guess again", "again", "excluded", "excluded", "known"),
+) -> str | None:
     """What tells nothing new: an utterance of before, an excluded guess, a question whose answer is known.
 
-    None if there is no such thing, as in the first turn.
+    One of `kinds` is drawn. None if there is no such thing, as in the first turn.
     """
     left = candidates(observation, words)
     said = [line.rpartition(" ")[0] for line in observation.split("\n")[1:-1]]
     guesses = [question for question in said if (asked := parse(question)) and asked.guess]
-    kind = rng.choice(("guess again", "guess again", "again", "excluded", "excluded", "known"))
+    kind = rng.choice(kinds)
     if kind == "guess again":
         return rng.choice(guesses) if guesses else None
     if kind == "again":
@@ -486,19 +491,22 @@ def narrowing(
 
 def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
-    kind, look = rng.random(), rng.choice((2, 4, 8))
-    if kind < 0.3:  # how to play
+    part, look = rng.random(), rng.choice((2, 4, 8))
+    wrong = mistake
+    if part < 0.25:  # how to play
         player, mistakes = partial(scripted, guess=rng.random()), rng.uniform(-0.2, 0.8)
-    elif kind < 0.65:  # never to guess a word twice
-        player, mistakes = partial(narrowing, look=look, few=rng.randint(8, 30)), rng.uniform(-0.2, 0.4)
-    else:  # what follows if one does
-        player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 6)), rng.uniform(0.4, 0.9)
+    elif part < 0.5:  # to guess late, and no word twice
+        player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
+    else:  # what follows if one does: No, whatever else is known
+        player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
+        wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known"))
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
-        wrong = mistake(observation, rng) if rng.random() < mistakes else None
-        said = wrong or player(observation, rng)
-        imitate.append(wrong is None and (kind < 0.3 or parse(said).guess is not None))
+        slip = wrong(observation, rng) if rng.random() < mistakes else None
+        said = slip or player(observation, rng)
+        is_late = part < 0.25 or candidates(observation).bit_count() <= 30
+        imitate.append(slip is None and is_late)
         return said
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
