@@ -8,7 +8,7 @@
 Paper: Zhou et al. 2024 (ArCHer), arXiv:2402.19446
   E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.5   imitation_loss
 Differs from the paper; in brackets what undoes it (docs/sft.md has the reasons):
-  D1  A tiny Llama from nothing (--model gpt2), in whose vocabulary a word is one token, or a whole phrase.
+  D1  A tiny Llama from nothing (--model gpt2), in whose vocabulary a word is one token, or a whole line.
   D2  It learns to copy, on words that repeat (--drills 0), and to read, on words exchanged (--exchanged 0).
   D3  It learns to foresee the replies, too (--reply-weight 0), and so what a question reveals.
   D4  An action that a dialogue marks as a mistake is read but not imitated; what it leads to is foreseen.
@@ -56,7 +56,7 @@ class Args:
     layers: int = 3  # of the tiny model
     init: float = 0.1  # standard deviation of its first weights
     vocabulary: int = 4000  # of its tokens, at most: words, numbers, pieces of words, bytes
-    phrases: int = 0  # beyond these, whole actions and replies of one token each, the most frequent ones
+    phrases: int = 0  # beyond these, whole lines of one token each, the most frequent ones
     context: int = 2048  # tokens of a dialogue, at most
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes
@@ -223,7 +223,8 @@ def make_tiny(dialogues: list[dict], args: Args):
     """D1: a small Llama with random weights, and a tokenizer for what is said in these dialogues."""
     said = Counter()
     for d in dialogues:
-        said.update([d["observations"][0], *d["actions"], *envs.replies(d["observations"], d["actions"])])
+        for text in [d["observations"][0], *d["actions"], *envs.replies(d["observations"], d["actions"])]:
+            said.update(filter(str.strip, re.split(r"\n(?=.)", text)))  # lines; the last one keeps its end
     tokenizer = make_vocabulary(said, args.vocabulary, args.phrases)
     config = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
     config |= {"hidden_size": args.width, "intermediate_size": args.inner, "num_hidden_layers": args.layers}

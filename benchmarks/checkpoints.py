@@ -37,10 +37,10 @@ COMMANDS = {
     "guess-my-city": "python sft.py --env guess-my-city --vocabulary 1500 --phrases 500"
     f" --demonstrations 20000 --fresh --epochs 5 --batch 32 {MUON} --inner 256 --context 1024"
     " --max-action-tokens 16",
-    "mini-detective": "python sft.py --env mini-detective --width 64 --inner 128 --vocabulary 1500"
-    f" --phrases 200 --demonstrations 1500 --epochs 2 --batch 64 {MUON}",
-    "webshop": "python sft.py --env webshop --vocabulary 1500 --demonstrations 16000 --epochs 4"
-    f" --batch 32 {MUON}",
+    "mini-detective": "python sft.py --env mini-detective --vocabulary 1500 --phrases 200"
+    f" --demonstrations 4000 --epochs 2 --batch 64 {MUON}",
+    "webshop": "python sft.py --env webshop --vocabulary 1500 --phrases 100 --width 64 --inner 128"
+    f" --demonstrations 16000 --epochs 4 --batch 32 {MUON}",
     "apps": "python sft.py --env apps --world split=dev --layers 2 --init 0.02 --reply-weight 0"
     " --drills 9600 --demonstrations 16000 --exchanged 0.25 --epochs 3 --vocabulary 3200 --save-every 100",
 }

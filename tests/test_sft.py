@@ -482,6 +482,16 @@ def test_every_text_can_be_written(tiny):
         assert tokenizer.decode(sft.encode(tokenizer, text)) == text
 
 
+def test_the_most_frequent_lines_are_one_token_inside_a_text_too():
+    dialogues = envs.make("mini-detective").demonstrations(50, 0)
+    _, tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=200, vocabulary=500, width=32, layers=1))
+    texts = [text for d in dialogues for text in d["observations"]]
+    assert all(tokenizer.decode(sft.encode(tokenizer, text)) == text for text in texts)
+    # a line and its end, but for the last one, which has its end with it
+    short = [len(sft.encode(tokenizer, text)) == 2 * text.count("\n") - 1 for text in texts]
+    assert sum(short) / len(short) > 0.95
+
+
 def test_the_most_frequent_phrases_are_one_token(tmp_path):
     dialogues = envs.make("twenty-questions").demonstrations(100, 0)
     said = Counter(a for d in dialogues for a in d["actions"])
