@@ -2,15 +2,15 @@
 
     python archer.py --env twenty-questions
     python archer.py --env twenty-questions-subset
-    python archer.py --actor gpt2 --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5
+    python archer.py --actor gpt2 --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # below Table 3's
     python archer.py --resume runs/...
 
 The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
-dialogue s. The actor works on tokens, on-policy: the advantage of an utterance that it has just written
-rewards all its tokens. Both start from a checkpoint, by default a small one that sft.py made (checkpoints/).
+dialogue s. The actor works on tokens, on-policy: it writes a new utterance in a replayed dialogue, and its
+advantage rewards all its tokens. Both start from a checkpoint, by default a small one in checkpoints/.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
-  E1  Q(s,a) <- r + gamma * Vbar(s')                       Eq. 1      td_target
+  E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
   E2  V(s)   <- E_{a~pi} Qbar(s,a)                         Eq. 2      value_loss
   E3  grad log pi(a|s) * A,  A = min Q(s,a) - min V(s)     Eq. 3      advantages, reinforce_loss
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
@@ -19,11 +19,11 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
 Differs from the paper; in brackets what undoes it (docs/archer.md has the reasons at length):
   D1  A KL penalty to the actor of the start (--kl 0): else it drifts to gibberish that a young critic likes.
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
-  D3  Advantages minus their batch mean (--no-center), which is 0 only for an exact critic without a twin.
+  D3  Advantages minus their batch mean (--no-center), which averages 0 only if the critic is exact.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
   D5  Rates, batches, buffer, warm-up and numbers of updates are tuned to a tiny model, not Table 3's.
   D6  The actor's learning rate falls linearly to zero (--no-anneal-lr): late noise undoes less.
-  D7  An iteration draws a pool of dialogues, samples one utterance per state; all its critic updates use it.
+  D7  The critic updates of an iteration share a pool of dialogues and one new utterance in each state.
   D8  The baseline of E4 is a head on the actor's hidden states; in the paper it is a network of its own.
 """
 
@@ -57,20 +57,20 @@ class Args:
     env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
     world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     seed: int = 1  # of all random numbers of the run
-    iterations: int = 50  # rounds of rollouts, critic updates and actor updates
+    iterations: int = 40  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
-    actor: str = ""  # a causal LM from sft.py: folder or Hugging Face name; "" is the one in checkpoints/
+    actor: str = ""  # a causal LM: folder or Hugging Face name; "": checkpoints/ has the demonstration_env's
     critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
     rollouts: int = 128  # dialogues played in an iteration (paper: 128)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
     temperature: float = 1.0  # of sampling, and so of scoring
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
-    critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2, or Monte-Carlo returns (App. D), or E6
+    critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2; Monte-Carlo returns (App. D); E1 and E6
     critic_lr: float = 3e-4  # paper: 6e-4 (D5)
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
     critic_batch: int = 32  # dialogues in an update of the critic (paper: 256 utterances)
@@ -80,7 +80,7 @@ class Args:
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
     expectile: float = 0.9  # of E6, for --critic-loss iql
 
-    actor_lr: float = 3e-4  # paper: 3e-5, and 3e-4 in the other worlds (D5)
+    actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D5)
     anneal_lr: bool = True  # the actor's learning rate falls to zero from its first update on (D6)
     actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3)
     actor_batch: int = 64  # dialogues in an update of the actor (paper: 256 utterances)
@@ -94,7 +94,7 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is the world's dict of text: n "actions", n "rewards", n + 1 "observations", "success" and so on.
+# A dialogue is a dict: n "actions", n "rewards", n + 1 "observations", each a whole state, and so on.
 # Batches are flat: a tensor [N] has an entry for each action of all dialogues, none for last observations.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves: each piece of text is tokenised once
 def encode(tokenizer, text: str) -> list[int]:
@@ -150,7 +150,7 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> 
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (half the square error of V to Qbar), E6 above it (V leans to the best Qbar)."""
+    """E2 at expectile 0.5 (mean square over the twins, as in E1), E6 above it (V leans to the best Qbar)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -165,7 +165,7 @@ def mc_returns(rewards: list[float], gamma: float) -> list[float]:
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]
+    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
 
 
 def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
@@ -203,12 +203,12 @@ def load(auto, source: str, args: Args):
 def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
     """Dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
 
-    An utterance forks off its row: it sees the row up to its state, and no other utterance. By default, they
+    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, they
     are the actions taken, in their places. Returns (ids [B, T], positions [B, T], visible [B, query, key]);
     the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
     """
     rows, spans = lay_out(dialogues, tokenizer)
-    # Per token: id, position, row tokens visible to it, fork (0: the row; n + 1: utterance n; -1: padding).
+    # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
     tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
     columns = [[*range(first - 1, end)] for _, first, end in spans]
     for n, ids in enumerate(utterances or []):
@@ -220,7 +220,7 @@ def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = 
     ids_BT, position_BT, seen_BT, fork_BT = torch.from_numpy(padded).unbind(-1)
     visible_BTT = (fork_BT[:, None] == 0) & (position_BT[:, None] < seen_BT[:, :, None])  # of the row
     own_BTT = fork_BT[:, None] == fork_BT[:, :, None]
-    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of the same fork, what is before
+    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of its own fork, up to itself
     return (ids_BT, position_BT, visible_BTT), [row for row, _, _ in spans], columns
 
 
@@ -247,10 +247,10 @@ def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args
 
 
 class Critic(nn.Module):
-    """Twin Q and V heads on one language model.
+    """Twin Q and V heads on one language model (sec. 3.6).
 
     A decoder (D2) reads dialogues in one causal pass: V at each state's last token, Q at each utterance's end
-    token. An encoder reads states and utterances one by one; Q sees the [CLS] vectors of both.
+    token. An encoder reads states and utterances apart; Q sees the [CLS] vectors of both.
     """
 
     def __init__(self, body, tokenizer, value: float, dtype: str):
@@ -294,7 +294,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """The text of an utterance as the critic and worlds of lines take it: up to a newline, then stripped."""
+    """The text of an utterance as critic and world get it, even a world of many lines: line 1, stripped."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
@@ -302,7 +302,7 @@ def spoken(tokenizer, ids: list[int]) -> str:
 def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
     """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
 
-    A row is read once for all its states. Returns token ids [N][...] and the utterances' log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token if it came, log-probs [N].
     """
     B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
     ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
@@ -336,7 +336,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
     `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
-    Four utterances' room is left: bytes that are not UTF-8 decode to U+FFFD, which re-encodes to more tokens.
+    Four utterances' room is left: a byte that is not UTF-8 becomes U+FFFD, up to 3 tokens when read again.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
@@ -345,8 +345,8 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     while worlds.alive():
         rows = {}
         for i in worlds.alive():
-            so_far = worlds.dialogues[i]
-            layout, spans = lay_out([so_far | {"actions": [*so_far["actions"], ""]}], actor.tokenizer)
+            played = worlds.dialogues[i]
+            layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
             rows[i] = layout[-1][: spans[-1][1]]  # all before the action that is still to come
             if len(rows[i]) > limit:
                 worlds.cut(i)
@@ -364,7 +364,7 @@ def fresh_utterances(actor, dialogues: list[dict], args: Args, generator) -> lis
     """One utterance of the current actor in each of the N states of some dialogues, as token ids."""
     rows, spans = lay_out(dialogues, actor.tokenizer)
     starts = [[start for _, start, _ in own] for _, own in groupby(spans, lambda span: span[0])]
-    fresh, size = [], 1 + 500 * len(rows) // len(spans)  # so many rows have 500 states: bounded memory
+    fresh, size = [], 1 + 500 * len(rows) // len(spans)  # rows with about 500 states: bounds the memory
     for i in range(0, len(rows), size):
         fresh += speak(actor, rows[i : i + size], starts[i : i + size], args, generator)[0]
     return fresh
@@ -388,7 +388,7 @@ def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) 
     return_N = reward_N.new_tensor([g for d in dialogues for g in mc_returns(d["rewards"], args.gamma)])
     turn_N = torch.tensor([n for d in dialogues for n in range(len(d["actions"]))], device=reward_N.device)
     is_last_N = turn_N.roll(-1) == 0  # the next entry is a turn 0; what is truncated ends, too: no bootstrap
-    fresh = [text for d in dialogues for text in d["fresh"]] if args.critic_loss == "td" else None  # E2
+    fresh = [text for d in dialogues for text in d["fresh"]] if args.critic_loss == "td" else None  # D7
 
     v_N2, q_N2 = critic(dialogues)
     with torch.no_grad():
@@ -425,8 +425,8 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
     token_loss = baseline_loss(baseline_M, advantage_N, owner_M) * args.baseline
     kl = nn.functional.kl_div(start_logp_MV, logp_MV, log_target=True, reduction="sum") / len(fresh)
     entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(fresh)
-    loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start)
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start) of each token, a_<i held fixed
+    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")  # moves baseline, too
     metrics = {"loss": policy_loss, "baseline_loss": token_loss, "kl": kl, "entropy": entropy}
     metrics |= {"advantage_mean": raw_N.mean(), "advantage_std": raw_N.std()}
     return {f"actor/{name}": figure.item() for name, figure in metrics.items()} | {"actor/grad_norm": norm}
@@ -434,13 +434,13 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, args: Args) -> dict[str, float]:
-    """The first `eval_episodes` tasks of the world, sampled and greedy; the seeds are always the same."""
+    """The world's tasks (at most `eval_episodes`), sampled in whole passes and greedy once; fixed seeds."""
     options, metrics = envs.options(args.world), {}
     tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes]
     for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
         worlds = envs.VecTextEnv(args.env, passes * len(tasks), **options)
         generator, is_greedy = torch.Generator(args.device).manual_seed(0), suffix == "_greedy"
-        figures = envs.summarise(rollout(actor, worlds, args, generator, None, passes * tasks, is_greedy)[0])
+        figures = envs.summarise(rollout(actor, worlds, args, generator, None, tasks * passes, is_greedy)[0])
         worlds.close()
         metrics |= {f"{name}{suffix}": figures[name] for name in ("return", "success", "repeated")}
     return metrics
@@ -514,7 +514,7 @@ def main(args: Args) -> dict[str, float]:
     print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
-    stopped = runs.stop_signals()  # Ctrl-C fills this list: saved, the run then ends after the iteration
+    stopped = runs.stop_signals()  # Ctrl-C fills this list: after the iteration the run saves and ends
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
         began, logs = time.time(), []

@@ -146,7 +146,7 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> 
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (half the square error of V to Qbar), E6 above it (V leans to the best Qbar)."""
+    """E2 at expectile 0.5 (mean square over the twins, as in E1), E6 above it (V leans to the best Qbar)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -161,7 +161,7 @@ def mc_returns(rewards: list[float], gamma: float) -> list[float]:
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]
+    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
 
 
 def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
@@ -197,12 +197,12 @@ def load(auto, source: str, args: Args):
 def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
     """Dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
 
-    An utterance forks off its row: it sees the row up to its state, and no other utterance. By default, they
+    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, they
     are the actions taken, in their places. Returns (ids [B, T], positions [B, T], visible [B, query, key]);
     the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
     """
     rows, spans = lay_out(dialogues, tokenizer)
-    # Per token: id, position, row tokens visible to it, fork (0: the row; n + 1: utterance n; -1: padding).
+    # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
     tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
     columns = [[*range(first - 1, end)] for _, first, end in spans]
     for n, ids in enumerate(utterances or []):
@@ -214,7 +214,7 @@ def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = 
     ids_BT, position_BT, seen_BT, fork_BT = torch.from_numpy(padded).unbind(-1)
     visible_BTT = (fork_BT[:, None] == 0) & (position_BT[:, None] < seen_BT[:, :, None])  # of the row
     own_BTT = fork_BT[:, None] == fork_BT[:, :, None]
-    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of the same fork, what is before
+    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of its own fork, up to itself
     return (ids_BT, position_BT, visible_BTT), [row for row, _, _ in spans], columns
 
 
@@ -270,7 +270,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """The text of an utterance as the critic and worlds of lines take it: up to a newline, then stripped."""
+    """The text of an utterance as critic and world get it, even a world of many lines: line 1, stripped."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
@@ -278,7 +278,7 @@ def spoken(tokenizer, ids: list[int]) -> str:
 def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
     """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
 
-    A row is read once for all its states. Returns token ids [N][...] and the utterances' log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token if it came, log-probs [N].
     """
     B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
     ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
@@ -312,7 +312,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
     `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
-    Four utterances' room is left: bytes that are not UTF-8 decode to U+FFFD, which re-encodes to more tokens.
+    Four utterances' room is left: a byte that is not UTF-8 becomes U+FFFD, up to 3 tokens when read again.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
@@ -321,8 +321,8 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     while worlds.alive():
         rows = {}
         for i in worlds.alive():
-            so_far = worlds.dialogues[i]
-            layout, spans = lay_out([so_far | {"actions": [*so_far["actions"], ""]}], actor.tokenizer)
+            played = worlds.dialogues[i]
+            layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
             rows[i] = layout[-1][: spans[-1][1]]  # all before the action that is still to come
             if len(rows[i]) > limit:
                 worlds.cut(i)
