@@ -2,7 +2,7 @@
 
     python archer.py --env twenty-questions
     python archer.py --env twenty-questions-subset
-    python archer.py --actor gpt2 --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # below Table 3's
+    python archer.py --actor gpt2 --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # lower than Table 3
     python archer.py --resume runs/...
 
 The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
@@ -63,7 +63,7 @@ class Args:
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
-    actor: str = ""  # a causal LM: folder or Hugging Face name; "": checkpoints/ has the demonstration_env's
+    actor: str = ""  # causal LM, folder or Hugging Face name; "": checkpoints/ID, ID its demonstration_env
     critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
     rollouts: int = 128  # dialogues played in an iteration (paper: 128)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
@@ -294,7 +294,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """The text of an utterance as critic and world get it, even a world of many lines: line 1, stripped."""
+    """What critic and world get of an utterance: line 1, stripped, even in a world that takes more lines."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
@@ -336,7 +336,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
     `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
-    Four utterances' room is left: a byte that is not UTF-8 becomes U+FFFD, up to 3 tokens when read again.
+    Four utterances' room: re-read, a byte that is not UTF-8 (as U+FFFD) is up to 3 tokens; and the end token.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
@@ -510,7 +510,7 @@ def main(args: Args) -> dict[str, float]:
         state = {"iteration": 0, "episodes": len(first), "buffer": first, "metrics": [], "samples": []}
         state |= {"warm_start": evaluation, "evaluation": evaluation}
     buffer = state["buffer"]  # the same list: it is saved with the state
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
+    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)  # writes the dict, not a list
     print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))

@@ -270,7 +270,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """The text of an utterance as critic and world get it, even a world of many lines: line 1, stripped."""
+    """What critic and world get of an utterance: line 1, stripped, even in a world that takes more lines."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 

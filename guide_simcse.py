@@ -11,9 +11,9 @@ description than other actions do. lge_drrn.py then explores among the first 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141
   E1  -log exp(s+ / T) / sum of exp(s / T) over positives and hard negatives  App. A.1.2  contrastive_loss
-  E2  RSR@k, the share of the relevant actions among the first k              Table 1     ranking_metrics
-  E3  MAP, the mean over the relevant actions of the precision at their rank  Table 1     ranking_metrics
-  E4  GAR, rank of the gold action; GAR %, of the valid; GARR, its reciprocal Table 1     ranking_metrics
+  E2  RSR@k, the share of the relevant actions among the first k              sec. 4.1    ranking_metrics
+  E3  MAP, the mean over the relevant actions of the precision at their rank  sec. 4.1    ranking_metrics
+  E4  GAR, rank of the gold action; GAR %, of the valid; GARR, its reciprocal sec. 4.1    ranking_metrics
 Differs from the paper (docs/guide_simcse.md has the reasons at length):
   D1  A gold action of the same description is never a negative (--no-mask-gold): few descriptions share many.
   D2  Balanced batches, so that no task drowns the others: tasks by the square root of their pairs, several
@@ -21,6 +21,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
   D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
   D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, else the same.
   D5  The evaluation ranks some steps of each gold path, evenly spaced, and not all (--eval-steps 0).
+  D6  Texts are cut at 128 tokens (--max-tokens 32, as the authors' scripts): most descriptions are longer.
 """
 
 import json
@@ -69,8 +70,10 @@ class Args:
     eval_steps: int = 2  # steps of a gold path whose valid actions are ranked; 0: all (D5)
 
     encoder: str = "minilm"  # minilm (the weights in a package), tiny (from scratch), a folder or a name
-    pooling: Literal["mean", "cls"] = "mean"  # a text's vector: of all tokens, or the first (paper: cls)
-    max_tokens: int = 128  # tokens after which a text is cut
+    pooling: Literal["mean", "cls"] = (
+        "mean"  # a text's vector: of all tokens, or the first (authors' script: cls)
+    )
+    max_tokens: int = 128  # tokens after which a text is cut (D6)
     dropout: bool = False  # the encoder's own dropout while it learns (D3)
     width: int = 64  # hidden size of the tiny encoder
     layers: int = 2  # of the tiny encoder
@@ -80,7 +83,7 @@ class Args:
     pairs: int = 8  # gold actions of each of these, and as many hard negatives
     batch: int = 128  # tuples of a batch of the paper's sampling (paper: 128)
     mask_gold: bool = True  # no gold action of a description is a negative of it (D1)
-    temperature: float = 0.05  # T of E1 (paper: 0.05)
+    temperature: float = 0.05  # T of E1 (authors' script: 0.05)
     lr: float = 2e-4  # its peak: up over the first tenth, then down to zero (paper: 5e-5, BERT-base)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
@@ -372,18 +375,17 @@ def mean_of(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def baselines(steps: list[Step], records: list[dict], seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Table 1's rankings without a guide: an action that is gold in training comes first, the others by lot.
+    """Sec. 4.1's rankings without a guide: the 50 actions used most on training paths, then the rest by lot.
 
-    G_tau takes those of all training variations of the task, G_gamma those of one, drawn anew for every step.
+    G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks.
     """
-    rng, gold = np.random.default_rng(seed), defaultdict(lambda: defaultdict(set))
+    rng, uses = np.random.default_rng(seed), defaultdict(Counter)
     for record in records:
-        gold[record["task"]][record["variation"]].add(record["pos"])
-    drawn, scores = [], {"random": [], "G_gamma": [], "G_tau": []}
+        uses[record["task"]][record["pos"]] += 1
+    everywhere = dict(sum(uses.values(), Counter()).most_common(50))
+    drawn, scores = [], {"random": [], "G_g": [], "G_tau": []}
     for step in steps:
-        paths = list(gold[step.task].values()) or [set()]
-        one_path = paths[rng.integers(len(paths))]
-        known = {"random": set(), "G_gamma": one_path, "G_tau": set().union(*paths)}
+        known = {"random": {}, "G_g": everywhere, "G_tau": dict(uses[step.task].most_common(50))}
         lot = rng.permutation(len(step.actions))
         actions, place = [step.actions[i] for i in lot], int(lot.argsort()[step.gold])
         drawn.append(replace(step, actions=actions, relevant=step.relevant[lot], gold=place))
