@@ -175,7 +175,7 @@ def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: n of token m."""
-    weight_M = (advantage_N[owner_M] - baseline_M).detach()  # E5
+    weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
@@ -420,7 +420,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
     logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args)
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
-    baseline_M = baseline(hidden_MH.detach())[:, 0] * args.baseline  # D8; 0 without --baseline
+    baseline_M = baseline(hidden_MH.detach())[:, 0] * args.baseline  # E5, D8; 0 without --baseline
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
     token_loss = baseline_loss(baseline_M, advantage_N, owner_M) * args.baseline
     kl = nn.functional.kl_div(start_logp_MV, logp_MV, log_target=True, reduction="sum") / len(fresh)

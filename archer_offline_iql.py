@@ -176,7 +176,7 @@ def awr_weights(advantage_N: torch.Tensor, beta: float, max_weight: float) -> to
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: n of token m."""
-    weight_M = (advantage_N[owner_M] - baseline_M).detach()  # E5
+    weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
