@@ -312,7 +312,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
     `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
-    Four utterances' room is left: a byte that is not UTF-8 becomes U+FFFD, up to 3 tokens when read again.
+    Four utterances' room: re-read, a byte that is not UTF-8 (as U+FFFD) is up to 3 tokens; and the end token.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
