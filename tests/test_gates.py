@@ -573,6 +573,7 @@ HOW_TO_RUN = [
     ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --max-action-tokens 4", ""),
     ("python -m envs.play twenty-questions --agent", "", "No.\n" * 30),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
+    ("python -m envs.view", "", ""),
     ("python -m envs", "", ""),
     ("python -m pytest", "--collect-only -q", ""),
     ("python tests/copies.py", "", ""),

@@ -1,0 +1,85 @@
+"""Look at runs in a browser: learning curves and dialogues, in one HTML file that needs nothing else.
+
+python -m envs.view runs/RUN                       # writes runs/RUN/view.html
+python -m envs.view runs/RUN runs/OTHER --out a.html   # curves one over the other
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import envs
+
+PAGES = Path(__file__).parent.parent / "docs"
+TEMPLATE = Path(__file__).with_suffix(".html")
+
+
+def meanings() -> dict[str, str]:
+    """What each metric means, by its tag, from the tables of the pages in docs/."""
+    rows = (
+        row for page in sorted(PAGES.glob("*.md")) for row in page.read_text(encoding="utf-8").split("\n")
+    )
+    found = (re.match(r"\| `([\w/]+)` \| ([^|]+)", row) for row in rows)
+    return {match[1]: match[2].strip() for match in found if match}
+
+
+def turns_of(record: dict) -> list[dict]:
+    """The turns of a dialogue as any script has written it: action, reply, and the figures that there are."""
+    if "turns" in record:  # of lge_drrn.py
+        return record["turns"]
+    if "text" in record:  # of loop_ppo.py
+        return [{"action": "", "reply": record["text"]}]
+    texts, actions = record["observations"], record["actions"]
+    turns = [{"action": a, "reply": r} for a, r in zip(actions, envs.replies(texts, actions), strict=True)]
+    for name, values in (
+        ("reward", record["rewards"]),
+        ("Q", record.get("Q", [])),
+        ("V", record.get("V", [])),
+    ):
+        for turn, value in zip(turns, values, strict=False):
+            turn[name] = value
+    for turn in turns:
+        turn |= {"A": turn["Q"] - turn["V"]} if "Q" in turn else {}
+    return turns
+
+
+def read(run: Path) -> dict:
+    """A run's arguments, metrics and dialogues. Raises ValueError if the folder is not a run's."""
+    try:
+        args = json.loads((run / "args.json").read_text(encoding="utf-8"))
+        files = [run / "metrics.jsonl", run / "rollouts.jsonl"]
+        lines = [path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for path in files]
+        metrics, records = ([json.loads(line) for line in part] for part in lines)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{run}: not the folder of a run: {error}") from error
+    dialogues = []
+    for record in records:
+        total = record.get("return", record.get("score", sum(record.get("rewards", []))))
+        about = {"iteration": record.get("iteration", 0), "return": total, "turns": turns_of(record)}
+        dialogues.append(about | {"answer": record.get("answer", record.get("variation", ""))})
+    return {"name": run.name, "args": args, "metrics": metrics, "dialogues": dialogues}
+
+
+def main() -> None:
+    """Reads the runs and writes the page."""
+    parser = argparse.ArgumentParser(prog="python -m envs.view", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--out", type=Path, help="the file; by default view.html in the first run's folder")
+    args = parser.parse_args()
+    try:
+        data = {"runs": [read(run) for run in args.runs], "meanings": meanings()}
+        text = json.dumps(data).replace("<", "\\u003c")  # so that no dialogue ends the script
+        page = TEMPLATE.read_text(encoding="utf-8").replace("DATA", text)
+        out = args.out or args.runs[0] / "view.html"
+        out.with_name(out.name + ".tmp").write_text(page, encoding="utf-8")
+        out.with_name(out.name + ".tmp").replace(out)
+    except (OSError, ValueError) as error:
+        print(f"envs.view: {error}".splitlines()[0], file=sys.stderr)
+        sys.exit(2)
+    print(out)
+
+
+if __name__ == "__main__":
+    main()
