@@ -1081,6 +1081,38 @@ def test_a_run_that_is_killed_goes_on(tmp_path, base):
     assert last >= 3 and [row["iteration"] for row in rows] == list(range(1, last + 2))
 
 
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed_to_the_bit(tmp_path, skilled):
+    """SIGKILL eight times, anywhere behind the first checkpoint, also while the next one is being written."""
+    sizes = {"model": skilled, "iterations": 12, "eval_every": 2, "save_every": 2}
+    (whole, _), rng, killed = run_of(tmp_path / "whole", **sizes), random.Random(0), []
+    for moment in range(8):
+        args, lines = small(runs=str(tmp_path / str(moment)), **sizes), rng.randrange(2, 11)
+        code = (
+            f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+            "import envs, loop_ppo\n"
+            "envs.ENVS['lookup'] = envs.Entry('test_loop_ppo:Lookup', 'toy')\n"
+            f"loop_ppo.main(loop_ppo.Args(**{vars(args)!r}))\n"
+        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process, deadline = subprocess.Popen([sys.executable, "-c", code], **quiet), time.time() + 300
+        while time.time() < deadline and process.poll() is None:
+            found = list(Path(args.runs).glob("*/metrics.jsonl"))
+            if found and found[0].read_text().count("\n") >= lines:
+                break
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.3)
+        process.kill()
+        process.wait()
+        (folder,) = Path(args.runs).iterdir()
+        killed.append((process.returncode, len(results(folder)[0])))
+        saved = json.loads((folder / "args.json").read_text())
+        loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder)}))
+        assert results(folder) == results(whole), killed
+    assert sum(code == -9 for code, _ in killed) >= 6, killed  # the others had ended before
+    assert len({done for _, done in killed}) > 2, killed
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "other"])
 def test_a_checkpoint_that_cannot_be_resumed_is_a_sentence(tmp_path, base, skilled, damage):
     folder, _ = run_of(tmp_path, model=base, iterations=1)
