@@ -70,9 +70,7 @@ class Args:
     eval_steps: int = 2  # steps of a gold path whose valid actions are ranked; 0: all (D5)
 
     encoder: str = "minilm"  # minilm (the weights in a package), tiny (from scratch), a folder or a name
-    pooling: Literal["mean", "cls"] = (
-        "mean"  # a text's vector: of all tokens, or the first (authors' script: cls)
-    )
+    pooling: Literal["mean", "cls"] = "mean"  # a text's vector: of all tokens, or the first (authors: cls)
     max_tokens: int = 128  # tokens after which a text is cut (D6)
     dropout: bool = False  # the encoder's own dropout while it learns (D3)
     width: int = 64  # hidden size of the tiny encoder
