@@ -87,10 +87,10 @@ def make(world: str, out: Path, extra: str = "") -> Path:
 def readme(out: Path) -> str:
     """The page of checkpoints/, from the files made.json."""
     lines = ["# Ready-made models\n", "Written by `python benchmarks/checkpoints.py`; do not edit.\n"]
-    lines += ["Minutes are those of one CPU core. Returns are of all tasks of the world, each once,"]
     lines += [
-        "before the weights were rounded to bfloat16. The command makes the same digest again on one thread of a"
+        "Minutes are those of one CPU core. Returns are of all tasks of the world, each once, before the"
     ]
+    lines += ["weights were rounded to bfloat16. The command makes the same digest again on one thread of a"]
     lines += ["processor of the same kind; another may round otherwise.\n"]
     lines += [
         "| folder | command | commit | minutes | sampled | greedy | megabytes | sha256 of model.safetensors |"
