@@ -56,7 +56,7 @@ class Args:
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
     seed: int = 1  # of everything random in the run
-    iterations: int = 80  # rounds of rollouts and updates
+    iterations: int = 120  # rounds of rollouts and updates
     runs: str = "runs"  # folder in which the run's own folder is made
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
