@@ -30,7 +30,7 @@ from typing import Literal
 from urllib.parse import quote
 
 import tyro
-from tables import check, drawing, insert, interval, read_lines, stop, write_lines
+from tables import check, draw, insert, interval, read_lines, stop, write_lines
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs.scienceworld import TASKS as NAMES
@@ -197,7 +197,7 @@ def main(args: Args) -> str:
             by_seed = zip(*[outcomes[task, row, seed]["curves"][args.split] for seed in seeds], strict=True)
             mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
             means.setdefault(task, {})[row] = mean
-    (folder / "curves.svg").write_text(drawing(means, "steps", top=100), encoding="utf-8")
+    draw(means, "steps", folder / "curves.svg")
 
     # --- table
     def score(task: str, row: str, seed: int) -> float:

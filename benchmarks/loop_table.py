@@ -26,7 +26,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import tyro
-from tables import check, drawing, insert, interval, read_lines, stop, write_lines
+from tables import check, draw, insert, interval, read_lines, stop, write_lines
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it, in the order of COLUMNS
@@ -182,7 +182,7 @@ def main(args: Args) -> str:
             return [(iteration, statistics.fmean(same)) for iteration, same in enumerate(by_seed, 1)]
 
         panels = {f"{title}, %": {row: mean(row, tag) for row in ROWS} for tag, title in CURVES.items()}
-        args.curves.write_text(drawing(panels, "iterations"), encoding="utf-8")
+        draw(panels, "iterations", args.curves)
     return table
 
 

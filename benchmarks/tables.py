@@ -1,12 +1,13 @@
 """What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks,
 curves."""
 
+import itertools
 import json
 import statistics
 import sys
 from pathlib import Path
 
-COLOURS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#000000")  # Okabe and Ito's
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")  # Okabe and Ito's
 # Student's t, by seeds
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -28,6 +29,17 @@ def check(seeds: int, jobs: int, out: Path | None, start: str, end: str) -> None
         stop(f"--out {out}: no {start} in it; the table goes between {start} and {end}")
 
 
+def half_width(values: list[float]) -> float:
+    """Half the width of the 95 % interval of the mean; of two values half their distance, of one 0.
+
+    >>> round(half_width([1.0, 2.0, 3.0]), 2), half_width([3.0, 1.0]), half_width([2.0])
+    (2.48, 1.0, 0.0)
+    """
+    if len(values) <= 2:
+        return (max(values) - min(values)) / 2
+    return T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
 def interval(values: list[float], digits: int = 1) -> str:
     """Mean and half width of the 95 % interval of the mean; of two values these,
     as their interval says nothing.
@@ -38,8 +50,7 @@ def interval(values: list[float], digits: int = 1) -> str:
     if len(values) <= 2:
         both = ", ".join(f"{value:.{digits}f}" for value in values)
         return f"{statistics.fmean(values):.{digits}f} ({both})" if len(values) == 2 else both
-    half = T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
+    return f"{statistics.fmean(values):.{digits}f} ± {half_width(values):.{digits}f}"
 
 
 def read_lines(path: Path | None) -> list[dict]:
@@ -67,31 +78,39 @@ def insert(table: str, out: Path, start: str, end: str) -> None:
     temporary.replace(out)
 
 
-def drawing(panels: dict[str, dict[str, list[tuple[int, float]]]], unit: str, top: float = 0) -> str:
-    """An SVG with a line for each row of each panel, points (x, y).
+def draw(panels: dict, unit: str, out: Path, marks: dict[str, float] | None = None) -> None:
+    """Writes an SVG with a panel for each title and a line for each row: points (x, y) or (x, y, low, high).
 
-    `top` ends all y axes; 0: the largest y does.
+    Between low and high is shaded. `marks` are level lines in all panels: name -> y. There is no background,
+    and greys that can be read on light and dark pages.
     """
-    width, height, gap = 300, 180, 50
-    last = max(x for rows in panels.values() for points in rows.values() for x, _ in points)
-    shapes = ['<rect width="100%" height="100%" fill="white"/>']
-    for n, (title, rows) in enumerate(panels.items()):
-        left, above = gap + n % 2 * (width + gap), gap + n // 2 * (height + gap)
-        end = top or max(y for points in rows.values() for _, y in points) or 1
-        shapes.append(
-            f'<rect x="{left}" y="{above}" width="{width}" height="{height}" fill="none" stroke="black"/>'
-        )
-        shapes.append(f'<text x="{left}" y="{above - 6}">{title}</text>')
-        shapes.append(f'<text x="{left - 4}" y="{above + 10}" text-anchor="end">{end:.3g}</text>')
-        shapes.append(f'<text x="{left + width - 90}" y="{above + height + 14}">{last} {unit}</text>')
-        for k, (row, points) in enumerate(rows.items()):
-            at = [(left + width * x / last, above + height * (1 - y / end)) for x, y in points]
-            line, colour = " ".join(f"{x:.1f},{y:.1f}" for x, y in at), COLOURS[k % len(COLOURS)]
-            shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    below = gap + (len(panels) + 1) // 2 * (height + gap)
-    for k, row in enumerate(next(iter(panels.values()))):  # the same in all panels
-        at = f'x="{gap + 115 * k}" y="{below - 8}"'
-        shapes.append(f'<text {at} fill="{COLOURS[k % len(COLOURS)]}">{row}</text>')
-    size = f'width="{2 * (width + gap) + gap}" height="{below + 4}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *shapes, "</svg>\n"])
+    import matplotlib.pyplot as plt
+
+    grey = "#808080"
+    greys = dict.fromkeys(
+        ["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], grey
+    )
+    plt.rcParams.update(greys | {"svg.fonttype": "none", "svg.hashsalt": "turnrl", "font.size": 9})
+    columns = min(2, len(panels))
+    size = (4.5 * columns + (3 if marks else 0.5), 3 * -(-len(panels) // columns))
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=size, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, rows) in zip(axes.flat, panels.items(), strict=False):
+        axis.set_title(title, loc="left")
+        axis.set_xlabel(unit)
+        axis.spines[["top", "right"]].set_visible(False)
+        for (row, points), colour in zip(rows.items(), itertools.cycle(COLOURS)):
+            x, y, *edges = zip(*points, strict=True)
+            axis.plot(x, y, color=colour, label=row)
+            if edges:
+                axis.fill_between(x, *edges, color=colour, alpha=0.25, linewidth=0)
+        for name, level in (marks or {}).items():
+            axis.axhline(level, color=grey, linestyle="--", linewidth=1)
+            axis.annotate(name, (1.01, level), xycoords=("axes fraction", "data"), va="center")
+    axes.flat[0].legend(frameon=False)
+    figure.tight_layout()
+    temporary = out.with_name(out.name + ".tmp")
+    figure.savefig(temporary, format="svg", transparent=True, metadata={"Date": None})
+    temporary.replace(out)
+    plt.close(figure)

@@ -1,0 +1,104 @@
+"""Learning curves of runs side by side, as a picture or as a table.
+
+    python benchmarks/plot.py runs/* --out curves.svg
+    python benchmarks/plot.py runs/* --metric eval/return --mark "best possible=-6.78" --table
+
+Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
+where the shortest of them has come. A line is named by the arguments in which it differs from the others.
+"""
+
+import json
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+from tables import draw, half_width, interval, read_lines, stop
+
+APART = {"seed", "runs", "resume", "name", "threads"}  # arguments by which runs are not told apart
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[list[Path]]  # folders of runs
+    metric: str = "rollout/return"  # a tag of metrics.jsonl
+    mark: list[str] = field(default_factory=list)  # level lines, as NAME=VALUE, such as "best possible=-6.78"
+    smooth: int = 1  # iterations over which a curve is averaged
+    title: str = ""  # above the picture; "" takes world and metric
+    out: Path | None = None  # the picture, an SVG
+    table: bool = False  # print each line's first and last value
+
+
+def read(run: Path, metric: str) -> tuple[dict, dict[int, float]]:
+    """A run's arguments, and the metric by iteration. Stops where the folder has no such thing."""
+    try:
+        arguments = json.loads((run / "args.json").read_text(encoding="utf-8"))
+        rows = read_lines(run / "metrics.jsonl")
+    except (OSError, ValueError) as error:
+        stop(f"{run}: not the folder of a run: {error}")
+    points = {row["iteration"]: row[metric] for row in rows if metric in row}
+    if not points:
+        tags = sorted({tag for row in rows for tag in row})
+        stop(f"{run}: no {metric!r} in its metrics; there are {', '.join(tags)}")
+    script = run.name.split("__")[1] if "__" in run.name else ""
+    return {"script": script} | arguments, points
+
+
+def average(points: dict[int, float], over: int) -> dict[int, float]:
+    """Running mean of a curve, of the values of the last `over` iterations that have one.
+
+    >>> average({1: 0.0, 2: 2.0, 3: 4.0}, 2)
+    {1: 0.0, 2: 1.0, 3: 3.0}
+    """
+    return {i: statistics.fmean(y for j, y in points.items() if i - over < j <= i) for i in points}
+
+
+def grouped(found: list[tuple[dict, dict]]) -> dict[str, list[dict[int, float]]]:
+    """Curves of runs that differ in their seed alone, under the arguments in which the groups differ."""
+    told = [{name: value for name, value in arguments.items() if name not in APART} for arguments, _ in found]
+    names = list(dict.fromkeys(name for arguments in told for name in arguments))
+    varied = [name for name in names if len({str(arguments.get(name)) for arguments in told}) > 1]
+    groups = {}
+    for arguments, (_, points) in zip(told, found, strict=True):
+        label = ", ".join(f"{name} {arguments.get(name)}" for name in varied) or arguments["script"]
+        groups.setdefault(label, []).append(points)
+    return groups
+
+
+def band(curves: list[dict[int, float]]) -> list[tuple[int, float, float, float]]:
+    """Mean of curves, and both ends of its interval, at the iterations that all of them have."""
+    points = []
+    for iteration in sorted(set.intersection(*map(set, curves))):
+        values = [curve[iteration] for curve in curves]
+        mean, half = statistics.fmean(values), half_width(values)
+        points.append((iteration, mean, mean - half, mean + half))
+    return points
+
+
+def main(args: Args) -> str:
+    """Draws and prints; returns the table as markdown."""
+    if args.smooth < 1:
+        stop(f"--smooth {args.smooth}: at least 1")
+    try:
+        marks = {name: float(value) for name, _, value in (mark.rpartition("=") for mark in args.mark)}
+    except ValueError as error:
+        stop(f"--mark: write NAME=VALUE: {error}")
+    found = [read(run, args.metric) for run in args.runs]
+    groups = grouped([(arguments, average(points, args.smooth)) for arguments, points in found])
+    rows = {f"{label} ({len(curves)})": band(curves) for label, curves in groups.items()}
+    if args.out:
+        world = ", ".join(sorted({arguments["env"] for arguments, _ in found if "env" in arguments}))
+        draw({args.title or f"{world}: {args.metric}": rows}, "iterations", args.out, marks)
+    lines = [f"| {args.metric} | runs | first | last |", "|---|---|---|---|"]
+    for label, curves in groups.items():
+        ends = [interval([curve[end(curve)] for curve in curves], digits=2) for end in (min, max)]
+        lines.append(f"| {label} | {len(curves)} | {' | '.join(ends)} |")
+    if args.table or not args.out:
+        print("\n".join(lines))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=(__doc__ or "").split("\n")[0]))
+    sys.exit(0)
