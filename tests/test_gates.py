@@ -573,6 +573,7 @@ HOW_TO_RUN = [
     ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --max-action-tokens 4", ""),
     ("python -m envs.play twenty-questions --agent", "", "No.\n" * 30),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
+    ("python benchmarks/plot.py", "", ""),
     ("python -m envs.view", "", ""),
     ("python -m envs", "", ""),
     ("python -m pytest", "--collect-only -q", ""),
@@ -581,20 +582,31 @@ HOW_TO_RUN = [
     ("mkdir", "", ""),
     ("cp", "", ""),
 ]
-# These install, so that they need the network; the test of the whole is .ci/run.
-INSTALLS = ("python3 -m venv ", ". .venv/bin/activate", "pip install ")
+NOT_HERE = {  # part of a command: what it needs that no test has
+    "appworld": "AppWorld's own virtual environment and data",
+    "detective": "a copy of detective.z5",
+    "bert-base-uncased": "the weights of BERT",
+}
+# What installs needs the network, and the test of that is .ci/run.
+PROGRAMS = ("python archer", "python loop", "python lge", "python guide", "python sft", "python benchmarks/")
+PROGRAMS += ("python -m ", "python tests/", "tensorboard ", "mkdir ", "cp ")
 
 
-def readme_commands() -> list[str]:
-    """Every command of README's sh blocks, in order: lines, split at "&&"."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    commands = [
-        part.strip() for block in blocks for line in block.splitlines() for part in line.split(" && ")
-    ]
-    commands = [
-        re.sub("^uv run ", "python ", command) for command in commands if not command.startswith(INSTALLS)
-    ]
-    return list(dict.fromkeys(commands))
+def commands_of(page: Path) -> list[str]:
+    """Every command of a page's sh blocks, in order: lines (a backslash joins two), split at "&&"."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    commands = [part.strip() for line in lines for part in line.split(" && ")]
+    return list(dict.fromkeys(command for command in commands if command.startswith(PROGRAMS)))
+
+
+README = commands_of(ROOT / "README.md")
+DOCS = [
+    pytest.param(page.name, command, id=f"{page.name}-{command}", marks=pytest.mark.slow)
+    for page in sorted(ROOT.glob("docs/*.md"))
+    for command in commands_of(page)
+    if command not in README
+]
 
 
 @pytest.fixture(scope="session")
@@ -614,6 +626,7 @@ def clone(tmp_path_factory, tiny_run, checkpoint):
         make_checkpoint(world, folder / "checkpoints" / world)
     run_folder = tiny_run(ROOT / "archer.py")
     shutil.copytree(run_folder, folder / "runs" / "RUN")
+    shutil.copy(run_folder / "rollouts.jsonl", folder / "data.jsonl")
     if not envs.missing("scienceworld"):
         guide_folder = tiny_run(ROOT / "guide_simcse.py")
         shutil.copytree(guide_folder, folder / "runs" / guide_folder.name)
@@ -635,17 +648,23 @@ def clone(tmp_path_factory, tiny_run, checkpoint):
     return folder
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_every_command_of_the_readme_runs(command, clone):
+def run_small(command: str, clone: Path, tiny_run) -> None:
+    """Runs a printed command in the clone, made small; it must end well."""
     import torch
 
     ways = [(extra, typed) for start, extra, typed in HOW_TO_RUN if command.startswith(start)]
     assert ways, f"say in HOW_TO_RUN how to make {command!r} small"
     extra, typed = ways[0]
+    guides = [str(path) for path in clone.glob("runs/*guide_simcse*/guide")]
+    command = command.replace("SEED", "1").replace("GUIDE", (guides or ["none"])[0])
     words = shlex.split(command, comments=True)
     if problem := envs.missing("scienceworld") if re.search("lge|guide_rank|scienceworld", command) else None:
         pytest.skip(problem)
     words += tiny(ROOT / words[1]) if extra == "TINY" else shlex.split(extra)
+    if "--resume" in words and words[1] != "archer.py":
+        own = clone / "runs" / words[1]  # RUN is one of archer.py
+        shutil.copytree(tiny_run(ROOT / words[1]), own, dirs_exist_ok=True)
+        words[words.index("--resume") + 1] = str(own)
     if "cuda" in words and not torch.cuda.is_available():
         words += ["--device", "cpu"]
     beside = Path(sys.executable).parent / words[0]
@@ -654,6 +673,29 @@ def test_every_command_of_the_readme_runs(command, clone):
         (clone / words[-1]).mkdir(exist_ok=True)
     result = run(*words, cwd=clone, stdin=typed)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", README)
+def test_every_command_of_the_readme_runs(command, clone, tiny_run):
+    run_small(command, clone, tiny_run)
+
+
+@pytest.mark.parametrize("page, command", DOCS)
+def test_every_command_of_the_pages_runs(page, command, clone, tiny_run):
+    for start, reason in NOT_HERE.items():
+        if start in command:
+            pytest.skip(f"it needs {reason}")
+    run_small(command, clone, tiny_run)
+
+
+def test_the_map_of_the_files_is_true():
+    """docs/files.md names every source file but tests, and no file that is not there."""
+    text = (ROOT / "docs/files.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w*]+\.(?:py|toml|html|md|jsonl|svg)\b", text))
+    written = {"test_SCRIPT*.py", "test_WORLD.py"}  # for many
+    assert [name for name in named - written if not list(ROOT.rglob(name))] == []
+    sources = {path.name for path in SOURCES} | {path.name for path in ROOT.glob("docs/*.md")}
+    assert sources - named == set()
 
 
 def test_the_readme_has_the_two_commands_on_one_line_each():
