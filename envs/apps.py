@@ -19,10 +19,9 @@ It is made in the likeness of AppWorld (Trivedi et al. 2024, arXiv:2407.18901), 
     the end      apis.supervisor.complete_task(answer=...), or the turn limit, at which nothing has been
                  handed in
     a task       people and things invented anew; three tasks with one sentence and other names are a scenario
-    its tests    each row of the database that was to be changed, and that nothing else was; or the right
-                 answer
-    the reward   at the end: the share of tests passed, or 1 if all were and else 0. To do nothing earns
-                 something: see `no_op_returns`
+    its tests    each row of the database that was to be changed, or the right answer; each row that was
+                 changed besides is a test that failed
+    the reward   at the end: the share of tests passed, or 1 if all were and else 0
 
 The code runs in a process of its own (envs/sandbox.py). Database and tests are in this one, so that the code
 can do nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in
@@ -325,11 +324,15 @@ def make_task(split: str, index: int) -> Task:
 
 
 def run_tests(task: Task, changes: Counter, answer: object) -> list[bool]:
-    """Which tests of a task are passed: each change that it asks for, nothing else; or nothing,
-    and the answer."""
-    nothing_else = not changes - task.changes and (task.answer is not None or answer is None)
-    asked = [is_right(answer, task.answer)] if task.answer is not None else []
-    return [changes[change] == n for change, n in task.changes.items()] + asked + [nothing_else]
+    """Which tests of a task are passed: each change that it asks for, or the answer.
+
+    Each change that it does not ask for, and an answer to no question, is a test that failed. So it pays
+    neither to do nothing nor to do the same to all rows.
+    """
+    tests = [changes[change] == n for change, n in task.changes.items()]
+    tests += [is_right(answer, task.answer)] if task.answer is not None else []
+    unasked = (changes - task.changes).total() + (task.answer is None and answer is not None)
+    return tests + [False] * unasked
 
 
 def is_right(answer: object, expected: object) -> bool:
@@ -567,14 +570,6 @@ class Apps(gymnasium.Env):
         return {name: fmean(values) for name, values in figures.items() if values}
 
     habits = staticmethod(habits)
-
-    def no_op_returns(self) -> list[float]:
-        """What each task pays if it is completed at once and nothing is done."""
-        returns = []
-        for index in range(self.num_tasks):
-            tests = run_tests(make_task(self.split, index), Counter(), None)
-            returns.append(float(all(tests)) if self.reward == "success" else sum(tests) / len(tests))
-        return returns
 
     @property
     def players(self) -> dict[str, Callable[[str, random.Random], str]]:
