@@ -1,6 +1,8 @@
-"""lge_drrn.py: each equation against a loop in float64, the memory, the guide, resume; most without Java."""
+"""lge_drrn.py: each equation against a loop in float64, the memory, the guide, whole runs without Java."""
 
+import copy
 import json
+import math
 import os
 import re
 import runpy
@@ -10,17 +12,20 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fake_scienceworld
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from fake_scienceworld import House
 from torch import nn
 from torch.nn.functional import huber_loss  # E3
 
-import envs
+import guide_simcse
 import lge_drrn
 from envs import scienceworld
+from envs.scienceworld import ScienceWorld, variations
 from lge_drrn import (  # E2, E5, E4
     DRRN,
     FIELDS,
@@ -37,61 +42,7 @@ from lge_drrn import (  # E2, E5, E4
     sample,
 )
 
-
 # ------------------------------------------------------------------------------------- a tiny world
-class Toy:
-    """Two rooms and three things: "take" of the thing that the task names, in the garden, is worth 100."""
-
-    id, things = "scienceworld", ("pear", "stone", "rope")
-
-    def __init__(self, task="find-living-thing", split="train", simplifications="easy", step_limit=8):
-        self.step_limit, self.die_at = step_limit, -1
-        self.choose(split)
-
-    def choose(self, split):
-        self.split, self.variations, self.num_tasks = split, range(3), 3
-
-    def info(self, said):
-        names = [
-            f"go to {'house' if self.garden else 'garden'}",
-            "look around",
-            *[f"take {x}" for x in self.things],
-        ]
-        return {
-            "task": f"find the {self.things[self.index]}",
-            "observation": said,
-            "look": "a garden with a pear, a stone and a rope" if self.garden else "a house",
-            "inventory": "nothing",
-            "valid": sorted(names),
-            "score": self.score,
-            "died": False,
-        }
-
-    def reset(self, seed=None, options=None):
-        self.index, self.garden, self.score, self.turns, self.total = options["index"] % 3, False, 0, 0, 0
-        info = self.info("You wake up.") | {"answer": f"{self.split} {self.index}"}
-        return "", info
-
-    def step(self, action):
-        self.turns += 1
-        before, terminated, said = self.score, False, "Nothing happens."
-        if action.startswith("go to "):
-            self.garden, said = action == "go to garden", f"You {action}."
-        elif action.startswith("take ") and self.garden:
-            right = action == f"take {self.things[self.index]}"
-            self.score, terminated, said = (100 if right else -100), True, "You take it."
-        truncated = not terminated and self.turns == self.step_limit
-        info = self.info(said) | {"action": action}
-        if self.turns == self.die_at:
-            self.score, terminated, truncated, info["died"] = before, False, True, True
-        if terminated or truncated:
-            info["result"] = {"return": float(self.score), "length": self.turns, "success": self.score >= 100}
-        return "", float(self.score - before), terminated, truncated, info
-
-    def close(self):
-        pass
-
-
 TINY = {
     "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3,
     "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3,
@@ -109,11 +60,9 @@ def handlers():
 
 
 @pytest.fixture
-def toy(monkeypatch):
-    """The trainer on the tiny world."""
-    monkeypatch.setattr(scienceworld, "ScienceWorld", Toy)
-    monkeypatch.setattr(envs, "missing", lambda id: None)
-    monkeypatch.setattr(lge_drrn, "variations", lambda task, split: range(3))
+def house(monkeypatch):
+    """ScienceWorld without Java."""
+    fake_scienceworld.install(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +212,10 @@ def test_e5_keeps_the_nearest_and_what_is_kept_in_any_case():
 def test_learning_from_a_batch_is_the_naive_descent(texts):
     """The same loss and gradient: texts encoded once as if encoded for each transition apart (E1, E2, E3)."""
     torch.manual_seed(1)
-    network, args = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double(), Args(max_grad_norm=1e9)
+    network, args = (
+        DRRN(texts.tokenizer.get_vocab_size(), 6, True).double(),
+        Args(max_grad_norm=1e9, gamma=0.7),
+    )
     other = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double()
     other.load_state_dict(network.state_dict())
     numbers = np.array([[6, 2, 3, 0, 6, 2, 5], [6, 2, 3, 1, 4, 2, 3], [6, 2, 3, 0, 6, 2, 5]])
@@ -278,13 +230,34 @@ def test_learning_from_a_batch_is_the_naive_descent(texts):
     for row, (reward, ended), actions in zip(numbers, figures.tolist(), sets, strict=True):
         with torch.no_grad():
             best = max(naive_q(other, texts, row[4:], a).item() for a in actions)
-        error = (naive_q(other, texts, row[:3], row[3]) - (reward + 0.9 * (1 - ended) * best)).abs()
+        error = (naive_q(other, texts, row[:3], row[3]) - (reward + 0.7 * (1 - ended) * best)).abs()
         loss = loss + (error**2 / 2 if error < 1 else error - 0.5) / 3
     loss.backward()
     assert metrics["explorer/loss"] == pytest.approx(loss.item(), abs=1e-6)
     for (name, mine), theirs in zip(network.named_parameters(), other.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-6), name
     assert all(p.grad is None for p in target.network.parameters()), "no gradient through targets"
+
+
+def test_the_gradient_is_clipped(texts):
+    """By plain descent at rate 1 the weights move as far as --max-grad-norm says."""
+    torch.manual_seed(1)
+    network = DRRN(texts.tokenizer.get_vocab_size(), 6, True)
+    before, target = copy.deepcopy(network), Copy(network, texts)
+    batch = np.array([[6, 2, 3, 0, 6, 2, 5]]), torch.tensor([[90.0, 1.0]]), [np.array([0])]
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    metrics = learn(network, target, optimizer, batch, texts, Args(max_grad_norm=0.01))
+    pairs = zip(network.parameters(), before.parameters(), strict=True)
+    moved = torch.cat([(new - old).flatten() for new, old in pairs]).norm().item()
+    assert moved == pytest.approx(0.01, rel=1e-3) and metrics["explorer/grad_norm"] > 0.1
+
+
+def test_a_view_says_what_is_wanted(texts):
+    """The task is in the state, as in the authors' code, and is what the guide ranks by."""
+    info = {"task": "find it", "observation": "You look.", "look": "a hall", "inventory": "an orange"}
+    seen = lge_drrn.view(info | {"valid": ["wait", "look"]}, texts)
+    said = [texts.texts[number] for number in (*seen.state, seen.task, *seen.valid)]
+    assert said == ["find it OBSERVATION You look.", "a hall", "an orange", "find it", "wait", "look"]
 
 
 # -------------------------------------------------------------------------------- memory and tables
@@ -384,7 +357,7 @@ def test_a_guide_that_would_be_another_is_refused(guide_folder, tmp_path, texts)
             Guide(Args(guide=str(tmp_path / name)), texts)
 
 
-def test_the_newest_guide_is_found(toy, tmp_path, monkeypatch):
+def test_the_newest_guide_is_found(house, tmp_path, monkeypatch):
     """And a task by its number; both are in the arguments that the run keeps."""
     seen = []
     monkeypatch.setattr(lge_drrn, "Guide", lambda args, texts: (seen.append(args), 1 / 0))
@@ -411,7 +384,7 @@ def test_the_newest_guide_is_found(toy, tmp_path, monkeypatch):
         (["--lr", "-1"], "learning rate"),
     ],
 )
-def test_bad_arguments_are_one_line(toy, options, said, tmp_path, monkeypatch, capsys):
+def test_bad_arguments_are_one_line(house, options, said, tmp_path, monkeypatch, capsys):
     assert said in one_line(monkeypatch, capsys, *options, "--runs", str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
@@ -439,13 +412,18 @@ def run(tmp_path, **options) -> tuple[Path, dict]:
     return Path(options.get("resume") or max(tmp_path.glob("*lge_drrn*"), key=os.path.getmtime)), summary
 
 
+def number_of(answer: str) -> int:
+    """Of "find-living-thing 17" the 17."""
+    return int(answer.split()[-1])
+
+
 def state_of(folder: Path) -> dict:
     """What the checkpoint holds, with the modules' states beside the rest."""
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     return state | state.pop("modules")
 
 
-def test_the_same_seed_draws_the_same_network_with_a_guide_and_without(tmp_path, toy, guide_folder):
+def test_the_same_seed_draws_the_same_network_with_a_guide_and_without(tmp_path, house, guide_folder):
     copy, weights = shutil.copytree(guide_folder, tmp_path / "guide"), []
     without = transformers.BertModel.from_pretrained(guide_folder, add_pooling_layer=False)
     without.save_pretrained(copy)  # as guide_simcse.py does: what is missing is drawn when it is loaded
@@ -462,7 +440,7 @@ def logged(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("with_guide", [False, True])
-def test_resuming_is_the_same_run_to_the_bit(toy, tmp_path, with_guide, guide_folder):
+def test_resuming_is_the_same_run_to_the_bit(house, tmp_path, with_guide, guide_folder):
     options = {"guide": str(guide_folder), "top_k": 2} if with_guide else {}
     whole, _ = run(tmp_path / "whole", **options)
     half, _ = run(tmp_path / "half", steps=12, **options)
@@ -483,7 +461,7 @@ FULL = "file write failed: no space left"
     ("owner", "name", "error"),
     [(torch, "save", RuntimeError(f"{FULL}\nat somewhere")), (lge_drrn.runs, "write", OSError(FULL))],
 )
-def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys, owner, name, error):
+def test_a_full_disk_does_not_end_the_run(house, tmp_path, monkeypatch, capsys, owner, name, error):
     """Step 12 cannot be saved, step 24 can."""
     real, calls = getattr(owner, name), []
 
@@ -503,7 +481,7 @@ def test_a_full_disk_does_not_end_the_run(toy, tmp_path, monkeypatch, capsys, ow
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_control_c_in_an_evaluation_ends_behind_it(toy, tmp_path, monkeypatch, number):
+def test_control_c_in_an_evaluation_ends_behind_it(house, tmp_path, monkeypatch, number):
     real = lge_drrn.greedy_play
 
     def pressed(*args):
@@ -519,17 +497,14 @@ def test_control_c_in_an_evaluation_ends_behind_it(toy, tmp_path, monkeypatch, n
     assert logged(resumed) == logged(whole), "the same run to the bit"
 
 
-def test_an_evaluation_in_which_every_world_dies_measures_nothing(toy, tmp_path, monkeypatch):
-    start = Toy.__init__
-    monkeypatch.setattr(
-        Toy, "__init__", lambda self, **options: (start(self, **options), setattr(self, "die_at", 1))[0]
-    )
+def test_an_evaluation_in_which_every_world_dies_measures_nothing(house, tmp_path, monkeypatch):
+    monkeypatch.setattr(House, "dies_at", 1)
     _, summary = run(tmp_path, batch=2)
     assert summary["steps"] == 24 and not any("score" in name for name in summary)
 
 
 @pytest.mark.parametrize("change", [("--memory", "80"), ("--priority-fraction", "0.2"), ("--hidden", "16")])
-def test_what_a_resumed_run_must_keep(toy, tmp_path, monkeypatch, change, capsys):
+def test_what_a_resumed_run_must_keep(house, tmp_path, monkeypatch, change, capsys):
     folder, _ = run(tmp_path, steps=12)
     said = one_line(monkeypatch, capsys, "--resume", str(folder), *change)
     assert "checkpoint.pt cannot be resumed" in said and (
@@ -537,25 +512,29 @@ def test_what_a_resumed_run_must_keep(toy, tmp_path, monkeypatch, change, capsys
     )
 
 
-def test_a_world_that_does_not_start_again_is_one_line(toy, tmp_path, monkeypatch, capsys):
+def test_a_world_that_does_not_start_again_is_one_line(house, tmp_path, monkeypatch, capsys):
     folder, _ = run(tmp_path, steps=12)
 
-    def reset(self, **rest):
+    def load(self, *rest):
         raise scienceworld.Died("the simulator: no memory")
 
-    monkeypatch.setattr(Toy, "reset", reset)
+    monkeypatch.setattr(House, "load", load)
+    monkeypatch.setattr(scienceworld.time, "sleep", lambda seconds: None)  # between its three attempts
     assert "no memory" in one_line(monkeypatch, capsys, "--resume", str(folder), "--steps", "24")
 
 
 @pytest.mark.parametrize("explorer", ["drrn", "random"])
-def test_what_main_hands_to_training_and_to_evaluations(toy, tmp_path, monkeypatch, explorer):
+def test_what_main_hands_to_training_and_to_evaluations(house, tmp_path, monkeypatch, explorer):
     """Training plays train, evaluations dev and test, greedily, and by the copy that training has (D1)."""
-    splits, greedy, played = [], [], []
-    reset, choose, greedy_play = Toy.reset, lge_drrn.choose, lge_drrn.greedy_play
+    splits, greedy, played, trained = [], [], [], []
+    reset, choose, greedy_play = ScienceWorld.reset, lge_drrn.choose, lge_drrn.greedy_play
 
     def spied_reset(self, **options):
-        splits.append((bool(played) and played[-1] == "open", self.split))
-        return reset(self, **options)
+        is_evaluation = played[-1:] == ["open"]
+        splits.append((is_evaluation, self.split))
+        result = reset(self, **options)
+        trained.extend([] if is_evaluation else [result[1]["answer"]])
+        return result
 
     def spied_choose(player, guide, views, epsilon, rng, is_greedy=False):
         greedy.append((played[-1:] == ["open"], is_greedy, player))
@@ -569,11 +548,13 @@ def test_what_main_hands_to_training_and_to_evaluations(toy, tmp_path, monkeypat
         assert len(greedy) > first and all(row[2] is player for row in greedy[first:])
         return result
 
-    monkeypatch.setattr(Toy, "reset", spied_reset)
+    monkeypatch.setattr(ScienceWorld, "reset", spied_reset)
     monkeypatch.setattr(lge_drrn, "choose", spied_choose)
     monkeypatch.setattr(lge_drrn, "greedy_play", spied_play)
     folder, _ = run(tmp_path, explorer=explorer)
     assert {split for is_evaluation, split in splits if not is_evaluation} == {"train"}
+    assert {number_of(answer) for answer in trained} <= {*variations(Args.task, "train")}
+    assert len(set(trained)) == len(trained) > 4, "one of 150 each time"
     assert {split for is_evaluation, split in splits if is_evaluation} == {"dev", "test"}
     assert all(is_evaluation == is_greedy for is_evaluation, is_greedy, _ in greedy)
     players = [player for is_evaluation, _, player in greedy if is_evaluation]
@@ -582,12 +563,13 @@ def test_what_main_hands_to_training_and_to_evaluations(toy, tmp_path, monkeypat
     else:  # renewed after updates 3, 6 ...: at step 24 it is the network of a multiple of three updates
         assert all(isinstance(player, Copy) for player in players) and len(set(map(id, players))) == 2
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    assert all(row["variation"].startswith(row["split"]) for row in rows)
+    assert {row["split"] for row in rows} == {"dev", "test"}
+    assert all(number_of(row["variation"]) in variations(Args.task, row["split"]) for row in rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_run_on_the_gpu(toy, tmp_path, guide_folder):
+def test_a_run_on_the_gpu(house, tmp_path, guide_folder):
     """Runs, is resumed there and on the CPU, and there the memory is where numpy reads it."""
     options = {"guide": str(guide_folder), "top_k": 2}
     folder, summary = run(tmp_path, steps=12, device="cuda", **options)
@@ -597,11 +579,8 @@ def test_a_run_on_the_gpu(toy, tmp_path, guide_folder):
         assert summary["steps"] == steps and np.isfinite(logged(folder)[-1]["explorer/loss"])
 
 
-def test_a_dead_world_costs_its_episode_only(toy, tmp_path, monkeypatch):
-    start = Toy.__init__
-    monkeypatch.setattr(
-        Toy, "__init__", lambda self, **options: (start(self, **options), setattr(self, "die_at", 3))[0]
-    )
+def test_a_dead_world_costs_its_episode_only(house, tmp_path, monkeypatch):
+    monkeypatch.setattr(House, "dies_at", 3)
     folder, summary = run(tmp_path, memory=200)
     rows = logged(folder)
     assert summary["steps"] == 24 and max(row["rollout/died"] for row in rows) > 0
@@ -610,13 +589,13 @@ def test_a_dead_world_costs_its_episode_only(toy, tmp_path, monkeypatch):
     assert size == pytest.approx(48 - died), "a step that nobody knows is not remembered"
 
 
-def test_the_random_explorer_learns_nothing(toy, tmp_path):
+def test_the_random_explorer_learns_nothing(house, tmp_path):
     folder, summary = run(tmp_path, explorer="random")
     assert summary["updates"] == 0 and "eval_test_score" in summary
     assert not any(tag.startswith("explorer/") for row in logged(folder) for tag in row)
 
 
-def test_random_play_is_another_with_another_seed(toy, tmp_path):
+def test_random_play_is_another_with_another_seed(house, tmp_path):
     """The variations are the same for all seeds, what is played there is not; with the same seed it is."""
 
     def played(seed: int, name: str) -> list:
@@ -628,35 +607,58 @@ def test_random_play_is_another_with_another_seed(toy, tmp_path):
     assert first == again and first != other
 
 
-def test_transitions_do_not_cross_a_reset_and_the_limit_bootstraps(toy, tmp_path, monkeypatch):
-    """D4, from what is pushed: transitions of an episode chain, with what the step showed as next state."""
-    pushed, stepped, cut, texts = [], [], [], []
-    push, step, make = Replay.push, Toy.step, Texts.__init__
+@pytest.mark.parametrize("target_actions", ["valid", "pruned"])
+def test_what_is_remembered_and_logged_of_training(
+    house, tmp_path, monkeypatch, target_actions, guide_folder
+):
+    """From what is pushed: transitions of an episode chain, with what the step showed as next state (D4), the
+    limit bootstraps, a positive reward is the mark (D3). And the figures of the episodes, by hand."""
+    pushed, stepped, guides = [], [], []
+    push, step, make = Replay.push, ScienceWorld.step, Guide.__init__
 
     def step_and_tell(self, action):
         result = step(self, action)
-        stepped.append(result[4])
-        cut.append(result[3])
+        stepped.append(result)
         return result
 
     monkeypatch.setattr(
         Replay, "push", lambda self, *row, **rest: (pushed.append(row), push(self, *row, **rest))[1]
     )
-    monkeypatch.setattr(Texts, "__init__", lambda self, *rest: (texts.append(self), make(self, *rest))[1])
+    monkeypatch.setattr(Guide, "__init__", lambda self, *rest: (guides.append(self), make(self, *rest))[1])
     monkeypatch.setattr(lge_drrn, "greedy_play", lambda *rest: ({}, []))  # its steps are not remembered
-    monkeypatch.setattr(Toy, "step", step_and_tell)
-    run(tmp_path, worlds=1, steps=60, step_limit=5, eval_every=60, explorer="random")
-    stepped, cut = stepped[-60:], cut[-60:]  # before them the vocabulary's
-    assert len(pushed) == 60 and any(cut) and any(row[4] for row in pushed)
+    monkeypatch.setattr(ScienceWorld, "step", step_and_tell)
+    options = {"explorer": "random", "guide": str(guide_folder), "top_k": 2, "epsilon": 0.5}
+    options |= {"target_actions": target_actions, "eval_every": 60, "log_every": 60}
+    folder, _ = run(tmp_path, worlds=1, steps=60, step_limit=5, **options)
+    stepped = stepped[-60:]  # before them the vocabulary's
+    assert len(pushed) == 60 and {math.copysign(1, row[3]) for row in pushed if row[3]} == {1, -1}
+    assert any(result[3] for result in stepped)
     begins = True
-    for before, row, info, is_cut in zip([None, *pushed], pushed, stepped, cut, strict=False):
-        assert row[2] == lge_drrn.view(info, texts[0]).state
+    for before, row, (*_, reward, terminated, truncated, info) in zip(
+        [None, *pushed], pushed, stepped, strict=False
+    ):
+        after = lge_drrn.view(info, guides[0].texts)
         assert begins or row[0] == before[2]
-        assert row[4] == (abs(row[3]) > 0) and not (row[4] and is_cut)  # terminated only where the score came
-        begins = row[4] or is_cut
+        assert guides[0].texts.texts[row[1]] == info["action"] and row[2] == after.state
+        assert row[3] == reward and row[4] == terminated == (info["score"] in (100, -100))
+        allowed = guides[0].pruned(after) if target_actions == "pruned" else after.valid
+        assert row[5].tolist() == allowed.tolist()
+        assert row[6] == (reward > 0)  # D3
+        begins = terminated or truncated
+    ended = [info for *_, info in stepped if "result" in info]
+    expected = {
+        "score": [max(0, info["score"]) for info in ended],
+        "success": [info["score"] == 100 for info in ended],
+        "failure": [info["score"] == -100 for info in ended],
+        "length": [info["result"]["length"] for info in ended],
+    }
+    (row,) = logged(folder)
+    for name, values in expected.items():
+        assert row[f"rollout/{name}"] == pytest.approx(np.mean(values))
+    assert 0 < row["rollout/failure"] < 1 and row["memory/priority"] == sum(row[6] for row in pushed)
 
 
-def test_the_copy_is_renewed_as_often_as_said(toy, tmp_path, monkeypatch):
+def test_the_copy_is_renewed_as_often_as_said(house, tmp_path, monkeypatch):
     """D1; one more at each checkpoint, and one at the start."""
     made, real = [], Copy.__init__
     monkeypatch.setattr(Copy, "__init__", lambda self, *rest: (made.append(1), real(self, *rest))[1])
@@ -664,17 +666,103 @@ def test_the_copy_is_renewed_as_often_as_said(toy, tmp_path, monkeypatch):
     assert len(made) == 1 + summary["updates"] // 3 + 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"q_hidden": False}, {"priority": "released"}, {"target_actions": "pruned"}]
-)
-def test_switches_run(toy, tmp_path, options, guide_folder):
-    _, summary = run(tmp_path, guide=str(guide_folder), top_k=2, epsilon_schedule="increasing", **options)
-    assert summary["updates"] > 0
+@pytest.mark.parametrize("schedule", ["fixed", "increasing"])
+def test_epsilon_is_as_the_schedule_says_in_training_and_in_evaluations(
+    house, tmp_path, monkeypatch, schedule
+):
+    """E5: of each step; an evaluation prunes as the step behind which it comes."""
+    seen, choose = [], lge_drrn.choose
+
+    def spied_choose(player, guide, views, epsilon, rng, is_greedy=False):
+        seen.append((is_greedy, epsilon))
+        return choose(player, guide, views, epsilon, rng, is_greedy)
+
+    monkeypatch.setattr(lge_drrn, "choose", spied_choose)
+    run(tmp_path, steps=8, eval_every=4, epsilon=0.3, epsilon_schedule=schedule, batch=64)
+    increasing = schedule == "increasing"
+    trained = [epsilon for is_greedy, epsilon in seen if not is_greedy]
+    assert trained == ([step / 8 for step in range(1, 9)] if increasing else [0.3] * 8)
+    evaluated = {epsilon for is_greedy, epsilon in seen if is_greedy}
+    assert evaluated == ({4 / 8, 8 / 8} if increasing else {0.3})
+
+
+def test_switches_reach_what_they_switch(house, tmp_path, monkeypatch):
+    """Each with another value than its default; a resumed run has the new learning rate."""
+    seen, learn = [], lge_drrn.learn
+
+    def spied_learn(network, target, optimizer, batch, texts, args):
+        seen.append((network, optimizer.param_groups[0]["lr"], [*map(len, batch)]))
+        return learn(network, target, optimizer, batch, texts, args)
+
+    monkeypatch.setattr(lge_drrn, "learn", spied_learn)
+    options = {"priority": "released", "priority_fraction": 0.25, "memory": 48, "batch": 12, "lr": 0.01}
+    options |= {"q_hidden": False, "hidden": 6, "step_limit": 3, "simplifications": ""}
+    folder, _ = run(tmp_path, steps=12, **options)
+    run(tmp_path, resume=str(folder), **(options | {"lr": 0.5}))
+    assert {lr for _, lr, _ in seen} == {0.01, 0.5} and seen[0][1] == 0.01
+    assert all(lengths == [9, 9, 9] for _, _, lengths in seen)  # D3: the priority quarter stays empty
+    assert seen[0][0].last is None and seen[0][0].embedding.weight.shape[1] == 6  # D2
+    state = state_of(folder)
+    assert state["replay"]["capacities"] == [12, 36] and state["replay"]["pushed"] == [0, 48]
+    assert not any(text.startswith("teleport") for text in state["texts"]["texts"])  # "easy" has it
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert max(len(row["turns"]) for row in rows) == 3
+
+
+def test_an_evaluation_by_hand(house, monkeypatch):
+    """As many episodes as said, of variations drawn by the step; what failed counts as 0."""
+    drawn, scores = [], [100, -100, 50, 0, 25, -100]
+
+    class Known:
+        def reset(self, split, indices):
+            drawn.append((split, indices))
+            return indices
+
+    def play_out(explorer, guide, worlds, infos, epsilon, rng):
+        return [{"score": scores[len(drawn) * 2 % 6 + i]} for i in range(len(infos))]
+
+    monkeypatch.setattr(lge_drrn, "play_out", play_out)
+    args = Args(worlds=2, eval_episodes=6)
+    metrics, transcripts = lge_drrn.greedy_play(None, None, Known(), 0.1, args, 7)
+    for name in ("dev", "test"):
+        assert metrics[f"eval/{name}_score"] == pytest.approx((100 + 50 + 25) / 6)
+        assert metrics[f"eval/{name}_success"] == pytest.approx(1 / 6)
+        assert metrics[f"eval/{name}_failure"] == pytest.approx(2 / 6)
+    assert [len(indices) for _, indices in drawn] == [2] * 6
+    assert [split for split, _ in drawn] == ["dev"] * 3 + ["test"] * 3
+    assert [row["split"] for row in transcripts] == ["dev", "dev", "test", "test"]
+    dev = [index for split, indices in drawn if split == "dev" for index in indices]
+    assert dev == np.random.default_rng(7).integers(75, size=6).tolist() and len(set(dev)) > 3
+
+
+def test_the_final_figure_is_the_mean_of_the_last_tenth(house, tmp_path, monkeypatch):
+    """Sec. 4: of the evaluations; here of 20 the last two."""
+    monkeypatch.setattr(lge_drrn, "greedy_play", lambda *rest: ({"eval/test_score": float(rest[-1])}, []))
+    _, summary = run(tmp_path, worlds=1, steps=20, eval_every=1, explorer="random")
+    assert summary["eval_test_score"] == (19 + 20) / 2
+
+
+def test_from_gold_paths_to_an_explorer(house, tmp_path, monkeypatch):
+    """The guide learns from paths that are walked for it, and --guide auto explores with it."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"encoder": "tiny", "width": 32, "layers": 1, "iterations": 2, "updates": 5, "lr": 3e-3}
+    data = {"train_variations": 3, "negative_variations": 1, "threads": 1}
+    ranked = guide_simcse.main(guide_simcse.Args(**sizes, **data))
+    files = sorted(path.name for path in Path("data").iterdir())
+    assert files == ["guide_dev_1.jsonl.gz", "guide_train_3_1.jsonl.gz"]
+    assert ranked["pairs"] == 30 * 3 * 3, "tasks, variations, actions of a path"
+    assert 0 < ranked["eval_map"] <= 1
+    folder, _ = run(Path("runs"), guide="auto", top_k=2)
+    (guide,) = Path("runs").glob("*/guide")
+    assert json.loads((folder / "args.json").read_text())["guide"] == str(guide)
+    without, _ = run(Path("runs"), top_k=2)
+    candidates = [np.mean([row["rollout/candidates"] for row in logged(x)]) for x in (folder, without)]
+    assert candidates[0] < candidates[1] - 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_learns_a_small_world(toy, tmp_path, seed):
+def test_learns_a_small_world(house, tmp_path, seed):
     """Random play takes the right thing in a third of the cases and the wrong one in two thirds."""
     options = {
         "steps": 1500,
