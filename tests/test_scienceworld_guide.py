@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from envs import scienceworld_guide as data
-
-pytest.importorskip("py4j", reason="scienceworld is not installed")
 from envs.scienceworld import TASKS, Died, find_java, variations
 
 REAL = Path(__file__).parent.parent.parent / "shared/data/guide_train.jsonl.gz"
