@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import fake_scienceworld
 import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
@@ -46,14 +47,19 @@ HOSTILE = [
 
 
 def all_worlds():
-    """Every id of the registry; those that cannot be used here are skipped with their reason."""
+    """Every id of the registry; those that cannot be used here are skipped with their reason.
+
+    Without Java ScienceWorld is played in a house in Python.
+    """
     for id in envs.ENVS:
-        problem = envs.missing(id)
+        problem = envs.missing(id) if id != "scienceworld" else None
         yield pytest.param(id, marks=pytest.mark.skipif(problem is not None, reason=problem or ""))
 
 
 @pytest.fixture(params=all_worlds())
-def world(request):
+def world(request, monkeypatch):
+    if request.param == "scienceworld" and envs.missing("scienceworld"):
+        fake_scienceworld.install(monkeypatch)
     world = envs.make(request.param)
     yield world
     world.close()
