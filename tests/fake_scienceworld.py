@@ -1,8 +1,14 @@
-"""A stand-in for ScienceWorld's Java program: all of envs/scienceworld.py but its Simulator plays in it."""
+"""A stand-in for ScienceWorld's Java program: all of envs/scienceworld.py but its Simulator plays in it.
 
+python -m tests.fake_scienceworld lge_drrn.py --steps 10    # a script in it
+"""
+
+import runpy
 import sys
 from functools import lru_cache
 from types import ModuleType
+
+import pytest
 
 from envs import scienceworld
 
@@ -74,10 +80,16 @@ class House:
         self.is_alive = False
 
 
-def install(patch) -> None:
-    """From now on worlds are played in the House; `patch` is a pytest.MonkeyPatch."""
+def install(patch: pytest.MonkeyPatch) -> None:
+    """From now on worlds are played in the House."""
     patch.setitem(sys.modules, "scienceworld", ModuleType("scienceworld"))
     patch.setattr(scienceworld, "find_java", lambda: "java")
     patch.setattr(scienceworld, "Simulator", House)
     patch.setattr(scienceworld, "_shared", lru_cache(House))  # the simulator and the paths of the real one
     patch.setattr(scienceworld, "gold_path", scienceworld.gold_path.__wrapped__)  # are kept, but not here
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    install(pytest.MonkeyPatch())
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -17,6 +17,7 @@ import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import fake_scienceworld
 import pytest
 import safetensors.torch
 
@@ -175,9 +176,18 @@ def data_of(script: Path, folder: Path) -> list[str]:
 
 
 def skip_without_world(script: Path) -> None:
-    """A world may need a package or a Java that this machine lacks."""
-    if script.stem != "guide_simcse" and (problem := envs.missing(WORLD[script.stem])):
+    """A world may need a package or a file that this machine lacks. The guide needs none, its explorer has
+    the house of fake_scienceworld.py."""
+    if script.stem not in LGE and (problem := envs.missing(WORLD[script.stem])):
         pytest.skip(problem)
+
+
+def needs_house(script: Path) -> bool:
+    return script.stem == "lge_drrn" and envs.missing("scienceworld") is not None
+
+
+def command_of(script: Path) -> list[str | Path]:
+    return [sys.executable, *(["-m", "tests.fake_scienceworld"] if needs_house(script) else []), script]
 
 
 def run(*command, cwd: Path = ROOT, stdin: str = "", timeout: int = 240) -> subprocess.CompletedProcess:
@@ -250,7 +260,7 @@ def tiny_run(tmp_path_factory, checkpoint):
             runs = tmp_path_factory.mktemp("runs")
             options = ["--env", WORLD[script.stem], "--seed", "3", "--runs", runs]
             options += tiny(script, checkpoint(script)) + data_of(script, tmp_path_factory.mktemp("data"))
-            finished[script] = runs, run(sys.executable, script, *options)
+            finished[script] = runs, run(*command_of(script), *options)
         runs, result = finished[script]
         assert result.returncode == 0, result.stderr[-3000:]
         (folder,) = runs.iterdir()
@@ -729,6 +739,8 @@ def start(script: Path, model: Path | None, runs: Path, lines: int, every: int) 
     A checkpoint comes with `every` of them.
     """
     skip_without_world(script)
+    if needs_house(script):
+        pytest.skip("needs Java; without it tests/test_lge_drrn.py stops and resumes runs, faster")
     options = ["--env", WORLD[script.stem], "--runs", str(runs), *tiny(script, model)]
     options += map(str, data_of(script, runs.parent / "data"))
     known = args_of(script)
@@ -801,6 +813,8 @@ def one_line(script: Path, capsys, *options) -> str:
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as error:
         patch.setattr(sys, "argv", [script.name, *map(str, options)])
+        if needs_house(script):
+            fake_scienceworld.install(patch)
         runpy.run_path(str(script), run_name="__main__")
     (said,) = capsys.readouterr().err.splitlines()
     assert error.value.code == 2 and said.startswith(f"{script.name}: ")
@@ -813,7 +827,7 @@ def test_a_resumed_run_keeps_its_arguments(script, tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run(script), tmp_path / "again")
     kept = json.loads((folder / "args.json").read_text())
     more = next(name for name in ("iterations", "steps", "epochs") if name in args_of(script))
-    result = run(sys.executable, script, "--resume", folder, f"--{more}", kept[more] + TINY["log_every"])
+    result = run(*command_of(script), "--resume", folder, f"--{more}", kept[more] + TINY["log_every"])
     assert result.returncode == 0, result.stderr[-3000:]
     arguments = json.loads((folder / "args.json").read_text())
     assert arguments == kept | {more: kept[more] + TINY["log_every"]}
