@@ -193,6 +193,17 @@ def test_no_gold_action_of_a_description_is_its_negative():
     )
 
 
+def test_the_gradient_is_clipped():
+    """By plain descent at rate 1 the weights move as far as --max-grad-norm says."""
+    tuples, gold = toy_tuples()
+    (encoder, tokenizer), (before, _) = tiny_encoder(), tiny_encoder()
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=1.0)
+    metrics = guide.update(encoder, tokenizer, optimizer, tuples, gold, small(max_grad_norm=0.01))
+    pairs = zip(encoder.parameters(), before.parameters(), strict=True)
+    moved = torch.cat([(new - old).flatten() for new, old in pairs]).norm().item()
+    assert moved == pytest.approx(0.01, rel=1e-3) and metrics["train/grad_norm"] > 0.1
+
+
 # --------------------------------------------------------------------------------------------------- E2 to E4
 
 
@@ -306,9 +317,15 @@ def test_balanced_batches():
         records[4 * v + 2]["desc"] = records[4 * v + 3]["desc"] = f"description {v}"
     few = [r | {"task": "task1", "desc": "other " + r["desc"], "neg": "wait"} for r in records[: 4 * 75]]
     examples = guide.read_examples(records + few)
-    rng, args, drawn = np.random.default_rng(0), small(descriptions=24, pairs=3), Counter()
+    rng, args, drawn, texts = (
+        np.random.default_rng(0),
+        small(descriptions=24, pairs=3),
+        Counter(),
+        [set()] * 3,
+    )
     for _ in range(200):
         tuples = guide.draw_tuples(examples, args, rng)
+        texts = [known | set(new) for known, new in zip(texts, zip(*tuples, strict=True), strict=True)]
         assert len(set(tuples)) == len(tuples) and len({desc for desc, _, _ in tuples}) == 24
         for desc, positive, negative in tuples:
             task = "task1" if desc.startswith("other") else "task0"
@@ -318,6 +335,16 @@ def test_balanced_batches():
     assert drawn["task0"] / drawn["task1"] == pytest.approx(2, rel=0.1), (
         "four times the pairs, twice as often"
     )
+    everything = [{r[key] for r in records + few} for key in ("desc", "pos", "neg")]
+    assert texts == everything, "each description, gold action and negative comes up"
+
+
+def test_the_papers_batches_are_tuples_as_they_come():
+    examples, rng = guide.read_examples(toy_records()), np.random.default_rng(0)
+    drawn = [guide.draw_tuples(examples, small(sampling="paper", batch=40), rng) for _ in range(30)]
+    assert {len(tuples) for tuples in drawn} == {40}
+    assert {row for tuples in drawn for row in tuples} == set(examples.tuples)
+    assert any(len(set(tuples)) < 40 for tuples in drawn), "by chance one stands in it twice"
 
 
 def test_reading_steps():
@@ -549,6 +576,45 @@ def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     assert torch.equal(after, saved) and not torch.equal(before, after), (
         "the last ranking is of the saved guide"
     )
+
+
+def test_switches_reach_what_they_switch(tmp_path, data, monkeypatch):
+    """Each with another value than its default, from the arguments to the update and to the ranking."""
+    seen, ranked, update, rank_steps = [], [], guide.update, guide.rank_steps
+
+    def spied_update(encoder, tokenizer, optimizer, tuples, gold, args):
+        seen.append((encoder.training, optimizer.param_groups[0]["lr"], len(tuples)))
+        return update(encoder, tokenizer, optimizer, tuples, gold, args)
+
+    def spied_rank_steps(encoder, tokenizer, steps, args):
+        ranked.append((encoder.training, len(steps)))
+        return rank_steps(encoder, tokenizer, steps, args)
+
+    monkeypatch.setattr(guide, "update", spied_update)
+    monkeypatch.setattr(guide, "rank_steps", spied_rank_steps)
+    twice = to_file(tmp_path / "twice.jsonl.gz", toy_eval() * 2)  # two paths of each of four tasks
+    options = {"dropout": True, "lr": 0.3, "sampling": "paper", "batch": 7, "eval_steps": 3}
+    options |= {"eval_variations": 2, "pooling": "cls", "max_tokens": 9, "iterations": 1, "updates": 9}
+    run, _ = go(tmp_path / "runs", **data | {"eval_data": twice}, **options)
+    assert [(mode, length) for mode, _, length in seen] == [(True, 7)] * 9
+    assert max(rate for _, rate, _ in seen) == pytest.approx(0.3 * 0.9)  # at a tenth of the way
+    assert ranked == [(False, 2 * 4 * 3)] * 2, "no dropout in rankings"
+    saved = AutoModel.from_pretrained(run / "guide").config.pooling
+    assert (saved, AutoTokenizer.from_pretrained(run / "guide").model_max_length) == ("cls", 9)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.5}, {"mask_gold": False}], ids=str)
+def test_switches_of_the_loss(changes):
+    tuples, gold = toy_tuples()
+    encoder, tokenizer = tiny_encoder()
+    texts = list(dict.fromkeys(text for row in tuples for text in row))
+    with torch.no_grad():
+        vectors = guide.embed(encoder, tokenizer, texts).double().numpy()
+    args, vector = small(**changes), dict(zip(texts, vectors, strict=True))
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.0)
+    loss = guide.update(encoder, tokenizer, optimizer, tuples, gold, args)["train/loss"]
+    expected = naive_loss(vector, tuples, gold, args.temperature, args.mask_gold)
+    assert loss == pytest.approx(expected, abs=2e-5)
 
 
 def test_data_of_other_negatives_is_other_data(data, tmp_path, monkeypatch):
