@@ -11,7 +11,7 @@ Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXi
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
   E2  y = r + gamma * max_a' Q(s',a'), 0 behind an end                    He et al. Alg. 1  q_target
   E3  Huber loss of Q(s,a) - y                                            App. A            learn
-  E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              sec. 3.1.1        sample
+  E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              Alg. 1, 3.1.1     sample
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D1  Targets and player use a copy of the network, renewed every 50 updates (--copy-every 1): fewer texts.

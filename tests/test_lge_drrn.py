@@ -736,7 +736,7 @@ def test_an_evaluation_by_hand(house, monkeypatch):
 
 
 def test_the_final_figure_is_the_mean_of_the_last_tenth(house, tmp_path, monkeypatch):
-    """Sec. 4: of the evaluations; here of 20 the last two."""
+    """App. A.1.3: of the evaluations; here of 20 the last two."""
     monkeypatch.setattr(lge_drrn, "greedy_play", lambda *rest: ({"eval/test_score": float(rest[-1])}, []))
     _, summary = run(tmp_path, worlds=1, steps=20, eval_every=1, explorer="random")
     assert summary["eval_test_score"] == (19 + 20) / 2

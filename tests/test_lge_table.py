@@ -16,6 +16,7 @@ import envs
 
 ROOT = Path(__file__).parent.parent
 PROBLEM = envs.missing("scienceworld")
+PAPER = ROOT.parent / "shared/papers/lge.txt"
 
 
 @pytest.mark.slow
@@ -60,6 +61,21 @@ def run_of(folder: Path, steps: int, scores: list[float], done: int | None = Non
     (folder / "args.json").write_text(json.dumps({"steps": steps}))
     summary = {"steps": done or steps, "eval_test_score": scores[-1], "eval_dev_score": 0.0}
     (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.external
+@pytest.mark.skipif(not PAPER.exists(), reason=f"no text at {PAPER}")
+def test_the_papers_columns_are_its_table_3():
+    """A line of it: task, DRRN, BC, TDT, LGE increasing, LGE fixed, the best difference."""
+    found = {}
+    for line in PAPER.read_text(encoding="utf-8").splitlines():
+        if re.match(r"T\d+ [\d.]+ ", line):
+            task, drrn, _, _, increasing, fixed, _ = line.split()
+            found[task] = pytest.approx([100 * float(x) for x in (drrn, fixed, increasing)])
+    assert found == {task: list(row) for task, row in lge.PAPER.items()} and len(found) == 30
+    above = [(fixed > drrn, increasing > drrn) for drrn, fixed, increasing in lge.PAPER.values()]
+    assert [sum(column) for column in zip(*above, strict=True)] == [16, 15]  # docs/lge_drrn.md
+    assert sum(map(any, above)) == 21
 
 
 def test_the_table_from_runs(tmp_path, capfd):
