@@ -85,8 +85,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "scienceworld", ModuleType("scienceworld"))
     patch.setattr(scienceworld, "find_java", lambda: "java")
     patch.setattr(scienceworld, "Simulator", House)
-    patch.setattr(scienceworld, "_shared", lru_cache(House))  # the simulator and the paths of the real one
-    patch.setattr(scienceworld, "gold_path", scienceworld.gold_path.__wrapped__)  # are kept, but not here
+    # Gold paths and their simulator are cached, here apart from the real ones.
+    patch.setattr(scienceworld, "_shared", lru_cache(House))
+    patch.setattr(scienceworld, "gold_path", scienceworld.gold_path.__wrapped__)
 
 
 if __name__ == "__main__":
