@@ -1,11 +1,13 @@
 """The worlds: text games with gymnasium's interface. Importing this imports none of them.
 
     world = envs.make("twenty-questions")
+    world = envs.make("my_module:MyWorld")                 # one of your own: docs/your_world.md
     worlds = envs.VecTextEnv("twenty-questions", 8)        # eight of them in lockstep
     python -m envs                                         # which there are, and which can be used here
     python -m envs.play twenty-questions                   # play one yourself
 
-A world is a gymnasium.Env whose observations and actions are text. Beyond gymnasium it has
+A world is a gymnasium.Env whose observations and actions are text. Those here have more than gymnasium asks;
+for one of your own, which need not have it, envs/adapt.py puts defaults in its place:
 
     id, num_tasks, max_turns    reset(options={"index": i}) picks task i of range(num_tasks)
     max_action_chars            an action is cut at its first newline, stripped, and cut to this length;
@@ -34,15 +36,20 @@ tests/test_envs.py holds every world of ENVS to all this.
 """
 
 import inspect
+import os
 import re
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
 from typing import get_args
 
+import gymnasium
+
 __all__ = [
     "ENVS",
     "Entry",
+    "NotAWorld",
     "Unavailable",
     "VecTextEnv",
     "WorldBroken",
@@ -57,6 +64,10 @@ __all__ = [
 class WorldBroken(RuntimeError):
     """A world broke for reasons of its own, a server or a child process:
     the episode says nothing about the agent."""
+
+
+class NotAWorld(ValueError):
+    """Somebody's own world does not have what docs/your_world.md asks for; the message says what."""
 
 
 class Unavailable(RuntimeError):
@@ -119,30 +130,53 @@ LATE = 8  # turns before those that `summarise` searches for repetitions
 
 
 def make(id: str, **options):
-    """A new world.
+    """A new world, by an id of ENVS or, for all others, by what docs/your_world.md says.
 
     Raises ValueError for an unknown id or option and Unavailable for a missing package or file.
     """
-    if id not in ENVS:
-        raise ValueError(f"unknown environment {id!r}; known: {', '.join(ENVS)}")
-    module, name = ENVS[id].target.split(":")
+    id = re.sub(r"^turnrl/(.+)-v0$", r"\1", id)  # the name under which gymnasium knows it
     try:
-        world_class = getattr(import_module(module), name)
-        known = inspect.signature(world_class).parameters
-        for option, value in options.items():
-            if option not in known:
-                raise ValueError(f"{id} has no option {option!r}; it has: {', '.join(known) or 'none'}")
-            kind = known[option].annotation
-            is_number = int in (kind, *get_args(kind))
-            if is_number and isinstance(value, str):
-                raise ValueError(f"{id}: {option} must be a whole number, not {value!r}")
-            if isinstance(value, int) and not is_number:
-                options[option] = str(value)  # a folder may have a number for its name
-        return world_class(**options)
+        if id in ENVS:
+            return construct(id, ENVS[id].target, options)
+        from envs.adapt import adapt  # here, as it imports this file
+
+        return adapt(id, options)
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{id} needs the package {error.name}: pip install {error.name}") from error
+        name = error.name or ""  # gymnasium tells none
+        is_own = id not in ENVS and f"{id}.".replace(":", ".").startswith(f"{name}.")
+        if is_own or name.startswith("envs.") or not name:
+            raise Unavailable(f"{id}: {error}, neither installed nor in {os.getcwd()}") from error
+        raise Unavailable(f"{id} needs the package {name}: pip install {name}") from error
     except FileNotFoundError as error:
         raise Unavailable(f"{id}: {error}") from error
+
+
+def construct(id: str, target: str, options: dict):
+    """The world of "module:Class" with its options; the module may lie in the current folder."""
+    module, name = target.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # `python /some/where/archer.py` looks in its own folder only
+    found = import_module(module)
+    if not hasattr(found, name):
+        raise ValueError(f"{id}: there is no {name} in {found.__file__}")
+    world_class = getattr(found, name)
+    try:
+        known = inspect.signature(world_class).parameters
+    except TypeError as error:
+        raise NotAWorld(f"{id}: {error}, and no class of a world") from error
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(f"{id} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+        kind = known[option].annotation
+        is_number = int in (kind, *get_args(kind))
+        if is_number and isinstance(value, str):
+            raise ValueError(f"{id}: {option} must be a whole number, not {value!r}")
+        if isinstance(value, int) and not is_number:
+            options[option] = str(value)  # a folder may have a number for its name
+    needed = [name for name, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not set(needed) <= set(options):
+        raise ValueError(f"{id} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}")
+    return world_class(**options)
 
 
 def options(text: str) -> dict[str, int | str]:
@@ -303,6 +337,12 @@ class VecTextEnv:
         """Calls a method of world `i`; whatever goes wrong is reported with the number of the world."""
         try:
             return getattr(self.envs[i], method)(*args, **kwargs)
+        except NotAWorld:
+            raise  # it says which
         except Exception as error:
             kind = WorldBroken if isinstance(error, WorldBroken) else RuntimeError
             raise kind(f"world {i} ({self.envs[i].id}), {method}: {error}") from error
+
+
+for _id in ENVS:  # none is imported before it is made
+    gymnasium.register(f"turnrl/{_id}-v0", entry_point="envs.adapt:registered", kwargs={"world": _id})

@@ -57,7 +57,8 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
     for part in mix.replace("/", ",").split(","):
         name, _, share = part.strip().partition("=")
         if name not in world.players:
-            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {', '.join(world.players)}")
+            known = ", ".join(world.players) or "none, so give --dataset FILE"
+            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {known}")
         if name in shares:
             raise ValueError(f"{mix!r}: {name} stands in it twice")
         try:

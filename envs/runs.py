@@ -1,6 +1,7 @@
 """What a run leaves on the disk: its folder, JSON that appears whole or not at all, facts about it."""
 
 import json
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from subprocess import run
 
 def folder(runs: str, env: str, script: str, seed: int) -> Path:
     """A new folder, `runs`/ENV__SCRIPT__SEED__TIME; the time has microseconds, as twins start together."""
-    now = time.time_ns()
+    now, env = time.time_ns(), re.sub(r"[^\w.-]", "-", env)  # my_module:MyWorld, some_package/some-world-v0
     name = f"{env}__{script}__{seed}__{time.strftime('%Y%m%d-%H%M%S')}-{now // 1000 % 10**6:06d}"
     path = Path(runs, name)
     path.mkdir(parents=True)

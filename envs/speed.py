@@ -16,6 +16,8 @@ import envs
 def steps_per_second(world, seconds: float) -> float:
     """Plays episodes for so long and counts."""
     rng = random.Random(0)
+    if "random" not in world.players:
+        raise ValueError(f"{world.id} has no player 'random', which makes the actions")
     observation, _ = world.reset(seed=0)
     actions = [world.players["random"](observation, rng) for _ in range(5000)]
     steps, began = 0, time.perf_counter()
@@ -36,11 +38,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to play")
     args = parser.parse_args()
     try:
-        world = envs.make(args.id)
+        speed = steps_per_second(envs.make(args.id), args.seconds)
     except (ValueError, envs.Unavailable) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{args.id}: {steps_per_second(world, args.seconds):,.0f} steps a second")
+    print(f"{args.id}: {speed:,.0f} steps a second")
     return 0
 
 

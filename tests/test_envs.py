@@ -1,4 +1,7 @@
-"""What every world of the registry keeps to. A new world is tested here by being in envs.ENVS."""
+"""What every world of the registry keeps to. A new world is tested here by being in envs.ENVS.
+
+The rules stand in docs/your_world.md: those of envs.check, and the docstrings of tests that get a `world`.
+"""
 
 import io
 import json
@@ -11,39 +14,20 @@ import warnings
 from pathlib import Path
 
 import fake_scienceworld
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
-from gymnasium.wrappers import RecordEpisodeStatistics
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
 import envs
+import envs.check
 import envs.play
+from envs.check import HOSTILE
 from envs.datasets import dialogue
 
 ROOT = Path(__file__).parent.parent
-HOSTILE = [
-    "",
-    " ",
-    "\n",
-    "\nIs it a dog?",
-    "Is it a dog?\nIs it a cat?",
-    "  \t Is it \r a dog?  ",
-    "?" * 5000,
-    "a" * 1_000_000,
-    "is it " * 200_000,
-    "\x00\x07\x1b[31mred\x1b[0m\x7f",
-    "[[[((({{{<<<|*+?.^$\\",
-    "\\b(?:a+)+$" * 10,
-    "これは動物ですか？ هل هو حيوان؟ Это животное?",
-    "🐕" * 300,
-    "\ud800 lone surrogate",
-    "\u2028 \u2029 \x85 \x0b \x0c lines of other kinds",
-    "</s><pad><|endoftext|>",
-    "Yes.",
-    "Questions:",
-    "Invalid Question.",
-]
 
 
 def all_worlds():
@@ -83,10 +67,39 @@ def taken(world, action: str) -> str:
     return text.strip()[: world.max_action_chars]
 
 
+# ------------------------------------------------------------------------------------ the rules
+
+
+@pytest.mark.parametrize("rule", envs.check.RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("id", all_worlds())
+def test_keeps_the_rules_of_the_page(id, rule):
+    rule(envs.check.maker(id))
+
+
+@pytest.mark.parametrize("id", all_worlds())
+def test_gymnasium_makes_it(id):
+    """What gymnasium.make and make_vec make is the world; the checker also renders it, without a warning."""
+    name = f"turnrl/{id}-v0"
+    world, made = envs.make(id), gymnasium.make(name)
+    index = {"seed": 3, "options": {"index": world.num_tasks - 1}}
+    assert made.reset(**index) == world.reset(**index)
+    assert made.step("Is it a dog?") == world.step("Is it a dog?")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(made.unwrapped)
+    several = gymnasium.make_vec(name, 2, vectorization_mode="sync")
+    several.reset(seed=[3, 3], options=index["options"])
+    world.reset(**index)
+    assert several.step(["Is it a dog?"] * 2)[0] == (world.step("Is it a dog?")[0],) * 2
+    for one in (world, made, several):
+        one.close()
+
+
 # ------------------------------------------------------------------------------------ gymnasium
 
 
 def test_passes_gymnasiums_checker_without_a_warning(world):
+    """It is a `gymnasium.Env` that passes gymnasium's checker itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # The check of render modes wants a world registered with gymnasium itself.
@@ -94,6 +107,7 @@ def test_passes_gymnasiums_checker_without_a_warning(world):
 
 
 def test_states_what_a_trainer_must_know(world):
+    """It states what a trainer must know, and its `demonstration_env` is a world of `ENVS`."""
     assert envs.make(world.id).__class__ is world.__class__
     assert world.num_tasks > 0 and world.max_turns > 0 and world.max_action_chars > 0
     assert isinstance(world.append_only, bool)
@@ -102,6 +116,7 @@ def test_states_what_a_trainer_must_know(world):
 
 
 def test_reset_reaches_every_task_and_no_other(world):
+    """Each task has another answer; an index beyond them or an unknown option of `reset` is a ValueError."""
     tasks = (
         range(world.num_tasks) if world.num_tasks <= 500 else (0, world.num_tasks // 2, world.num_tasks - 1)
     )
@@ -115,6 +130,7 @@ def test_reset_reaches_every_task_and_no_other(world):
 
 
 def test_draws_tasks_with_its_own_generator(world):
+    """Without an index a task is drawn by the world's own generator."""
     random.seed(0)
     np.random.seed(0)
     before = random.getstate(), np.random.get_state()[1].tobytes()
@@ -132,6 +148,7 @@ def test_draws_tasks_with_its_own_generator(world):
 
 
 def test_any_text_is_an_ordinary_action(world):
+    """The answer is not told at once; `info["action"]` is the action up to a newline, stripped and cut."""
     observation, info = world.reset(seed=0)
     assert info["answer"] not in observation
     for action in some_actions(world, seed=0):
@@ -148,8 +165,10 @@ def test_any_text_is_an_ordinary_action(world):
 
 
 def test_the_answer_is_not_told(world):
-    """What a step adds does not name it, unless the action did or the episode is over: random players,
-    many tasks."""
+    """A guessing game does not tell the answer before the end.
+
+    Unless the action did: random players, many tasks.
+    """
     if world.id not in ("twenty-questions", "twenty-questions-subset", "guess-my-city"):
         # or a world's own test says where it may stand
         pytest.skip("what is to be reached is no secret here")
@@ -170,12 +189,14 @@ def test_the_answer_is_not_told(world):
 
 @pytest.mark.parametrize("action", [None, 3, b"Is it a dog?", ["Is it a dog?"]])
 def test_an_action_of_another_type_is_refused(world, action):
+    """An action of another type is a TypeError."""
     world.reset(seed=0)
     with pytest.raises(TypeError, match="an action is a str, not " + type(action).__name__):
         world.step(action)
 
 
 def test_episodes_end_once_and_say_how(world):
+    """It ends once, at `max_turns` if nothing sensible is said; `step` before or after is a ResetNeeded."""
     with pytest.raises(ResetNeeded, match="reset"):
         world.step("before the first reset")
     world.reset(seed=0)
@@ -191,20 +212,31 @@ def test_episodes_end_once_and_say_how(world):
         world.step("after the end")
 
 
-def test_gymnasiums_statistics_can_be_kept_of_it(world):
-    """RecordEpisodeStatistics asserts that info["episode"] is free, and puts its own into it."""
-    kept = RecordEpisodeStatistics(world)
-    kept.reset(seed=0)
-    over = False
-    while not over:
-        _, _, terminated, truncated, info = kept.step("nonsense")
-        over = terminated or truncated
-    assert info["episode"]["l"] == info["result"]["length"]
-    assert info["episode"]["r"] == pytest.approx(info["result"]["return"])
+def test_gymnasiums_wrappers_fit(world):
+    """gymnasium's wrappers fit it, by its id `turnrl/ID-v0`, too.
+
+    RecordEpisodeStatistics asserts that info["episode"] is free, and puts its own into it.
+    """
+    by_id = gymnasium.make(f"turnrl/{world.id}-v0", render_mode="ansi")
+    for inner in (world, by_id):
+        kept = RecordEpisodeStatistics(TimeLimit(inner, 5))
+        kept.reset(seed=0)
+        over, length = False, 0
+        while not over:
+            observation, _, terminated, truncated, info = kept.step("nonsense")
+            over, length = terminated or truncated, length + 1
+        assert length == info["episode"]["l"] == min(5, world.max_turns)
+        if "result" in info:
+            assert info["episode"]["r"] == pytest.approx(info["result"]["return"])
+    assert by_id.render() == observation
+    by_id.close()
 
 
 def test_success_is_what_the_world_says(world):
-    """In a dialogue of the lockstep, in one of a scripted player, and in the figures of both."""
+    """What is counted as a success is what the world says.
+
+    In a dialogue of the lockstep, in one of a scripted player, and in the figures of both.
+    """
     worlds, rng = envs.VecTextEnv(world.id, 1), random.Random(0)
     for name, player in world.players.items():
         for _ in range(2):
@@ -225,6 +257,7 @@ def test_success_is_what_the_world_says(world):
 
 
 def test_demonstrations_are_what_the_world_says(world):
+    """Its demonstrations are dialogues of the world `demonstration_env`."""
     source = envs.make(world.demonstration_env)
     index_of = {source.reset(options={"index": i})[1]["answer"]: i for i in range(source.num_tasks)}
     for made in world.demonstrations(50, seed=3):
@@ -250,6 +283,7 @@ def test_demonstrations_are_what_the_world_says(world):
 
 
 def test_demonstrations_are_set_by_their_seed(world):
+    """Its demonstrations are set by their seed, and another seed makes others."""
     assert world.demonstrations(5, seed=1) == envs.make(world.id).demonstrations(5, seed=1)
     assert world.demonstrations(5, seed=1) != world.demonstrations(5, seed=2)
 
@@ -288,8 +322,9 @@ def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess:
 
 
 def test_importing_is_light():
-    """No torch for a world of the table, not even gymnasium for the registry."""
-    code = "import sys, envs; assert 'gymnasium' not in sys.modules;"
+    """No world for the registry, which gymnasium knows, too, and no torch for a world."""
+    code = "import sys, envs, gymnasium; assert 'turnrl/apps-v0' in gymnasium.registry;"
+    code += "assert not [name for name in sys.modules if name.startswith('envs.')];"
     code += "envs.make('twenty-questions').demonstrations(2, 0);"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
     assert run("-c", code).stderr == ""

@@ -1,0 +1,276 @@
+"""Does a world keep the rules of docs/your_world.md?
+
+python -m envs.check my_module:MyWorld
+
+Each rule is a function below, and its docstring the sentence of the page. Whatever a rule raises says that
+the world breaks it. tests/test_envs.py asks the same of every world of this repository.
+"""
+
+import argparse
+import random
+import sys
+import traceback
+import warnings
+from functools import partial
+from numbers import Real
+
+import gymnasium
+import numpy as np
+from gymnasium.utils.env_checker import check_env
+
+import envs
+from envs.adapt import Adapted
+from envs.datasets import dialogue
+
+HOSTILE = [
+    "",
+    " ",
+    "\n",
+    "\nIs it a dog?",
+    "Is it a dog?\nIs it a cat?",
+    "  \t Is it \r a dog?  ",
+    "?" * 5000,
+    "a" * 1_000_000,
+    "is it " * 200_000,
+    "\x00\x07\x1b[31mred\x1b[0m\x7f",
+    "[[[((({{{<<<|*+?.^$\\",
+    "\\b(?:a+)+$" * 10,
+    "これは動物ですか？ هل هو حيوان؟ Это животное?",
+    "🐕" * 300,
+    "\ud800 lone surrogate",
+    "\u2028 \u2029 \x85 \x0b \x0c lines of other kinds",
+    "</s><pad><|endoftext|>",
+    "Yes.",
+    "Questions:",
+    "Invalid Question.",
+]
+WITHOUT = {  # what a world may have, and what happens without it
+    "append_only": "what step returns is put behind all that was said",
+    "num_tasks": "the tasks are the seeds 0 to 99",
+    "max_turns": "an episode is cut after 100 turns, or gymnasium's max_episode_steps",
+    "max_action_chars": "an action is cut after 1,000 characters, or its space's max_length",
+    "multiline": "an action is cut at its first newline",
+    "players": "archer_offline_iql.py needs --dataset; sft.py, too, without demonstrations",
+    "demonstrations": "sft.py learns from the first of the players",
+    "demonstration_env": "a start model is looked for in checkpoints/ under the name of the world",
+    "expert_return": "nobody knows how well an expert plays",
+    "best_return": "nobody knows what could be reached at best",
+}
+
+
+def some_actions(world: Adapted, seed: int) -> list[str]:
+    """What a model might say: hostile texts, words, numbers and, at the start, what the players would."""
+    rng, actions = random.Random(seed), ["1", "7", "yes", "no", "look", "help", "Is it a dog?", "print(1)"]
+    observation, _ = world.reset(seed=seed)
+    actions += [player(observation, rng) for player in world.players.values() for _ in range(5)]
+    actions += HOSTILE
+    rng.shuffle(actions)
+    return actions
+
+
+def play(world: Adapted, actions: list[str], seed: int, turns: int = 30) -> list[tuple]:
+    """All that the world says in one episode, but for the infos."""
+    said = [world.reset(seed=seed)[0]]
+    for action in actions[:turns]:
+        said.append(world.step(action)[:4])
+        if world.over:
+            break
+    return said
+
+
+# What a world must have. Each rule gets a function that makes the world.
+
+
+def resets(make):
+    """`reset(seed, options)` returns text and a dict."""
+    make().reset(seed=0)  # Adapted looks at it
+
+
+def steps(make):
+    """`step(action)` takes text and returns text, reward, terminated, truncated and a dict."""
+    world = make()
+    world.reset(seed=0)
+    world.step("1")
+
+
+def takes_any_text(make):
+    """Any text is an action, also an empty, long or foreign one: it may cost a turn, but raises nothing."""
+    world = make()
+    for action in some_actions(world, seed=0):
+        if world.over:
+            world.reset(seed=1)
+        try:
+            world.step(action)
+        except Exception as error:
+            raise AssertionError(f"{action[:30]!r} raised {type(error).__name__}: {error}") from error
+
+
+def repeats_itself(make):
+    """The same seed and the same actions make the same episode, whatever was played before."""
+    world = make()
+    actions = some_actions(world, seed=0)
+    first = play(world, actions, seed=3)
+    play(world, actions[::-1], seed=4)
+    assert play(world, actions, seed=3) == first, "it was another one after an episode with another seed"
+    assert play(make(), actions, seed=3) == first, "it was another one in another instance"
+
+
+def plays_side_by_side(make):
+    """Two worlds side by side do not disturb each other."""
+    one, other = make(), make()
+    actions = some_actions(one, seed=0)
+    alone = play(one, actions, seed=5)
+    said = [one.reset(seed=5)[0]]
+    for action in actions[: len(alone) - 1]:
+        if other.over:
+            other.reset(seed=6)
+        other.step(actions[-1])
+        said.append(one.step(action)[:4])
+    assert said == alone, "what one was told changed what the other said"
+
+
+def leaves_generators_alone(make):
+    """The world leaves the global generators of `random` and `numpy` alone."""
+    random.seed(0)
+    np.random.seed(0)
+    before = random.getstate(), np.random.get_state()[1].tobytes()
+    world = make()
+    play(world, some_actions(world, seed=0), seed=0)
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before, (
+        "they were used: take random.Random(seed) or numpy.random.default_rng(seed)"
+    )
+
+
+def satisfies_gymnasium(make):
+    """With this, gymnasium's own checker, `check_env`, finds nothing wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(make(), skip_render_check=True)  # which wants a registered world
+
+
+# What it may have. A world that does not have it keeps the rule.
+
+
+def says_what_it_says(make):
+    """`info["answer"]` is text, `info["action"]` too, and `info["result"]["success"]` a bool."""
+    world = make()
+    actions = some_actions(world, seed=0)
+    for seed in range(3):
+        _, info = world.reset(seed=seed)
+        assert isinstance(info["answer"], str) and info["answer"], f"the answer is {info['answer']!r}"
+        while not world.over:
+            info = world.step(actions[(world.turns + seed) % len(actions)])[-1]
+            assert isinstance(info["action"], str), f"the action is {info['action']!r}"
+        success = info["result"]["success"]
+        assert isinstance(success, bool), f"the success is {success!r}, of {type(success).__name__}"
+
+
+def appends(make):
+    """`append_only` is true if each observation begins with the last one and the action, and else not."""
+    world = make()
+    for action in filter(str.strip, some_actions(world, seed=0)):
+        before, _ = world.reset(seed=0)
+        after, _, _, _, info = world.step(action)  # Adapted raises if append_only is true in vain
+        reply = after.removeprefix(before + info["action"]).strip()
+        own = reply.removeprefix(before.strip()).strip()
+        is_whole = own != reply and own.startswith(info["action"])
+        assert not (world.keeps_dialogue and is_whole), "observations are whole dialogues: append_only = True"
+
+
+def keeps_tasks(make):
+    """A task is the same whatever the seed: `info["answer"]` says so."""
+    world = make()
+    for index in {0, world.num_tasks // 2, world.num_tasks - 1}:
+        answers = {world.reset(seed=seed, options={"index": index})[1]["answer"] for seed in (0, 1, 2)}
+        assert len(answers) == 1, f"task {index} is {' and '.join(sorted(answers))}"
+
+
+def has_players(make):
+    """`players` is a dict of functions `player(observation, rng)` of a `random.Random` that return text."""
+    world = make()
+    for name, player in world.players.items():
+        played = dialogue(world, player, random.Random(0), seed=0)
+        assert all(isinstance(action, str) for action in played["actions"]), f"{name} returned no text"
+
+
+def demonstrates(make):
+    """`demonstrations(n, seed)` are what the world says to their actions, and the same for the same seed."""
+    world = make()
+    if not world.players and not world.own("demonstrations"):
+        return
+    made = world.demonstrations(2, seed=1)
+    assert made == make().demonstrations(2, seed=1), "the same seed made others"
+    keys = "observations actions rewards terminated success answer"
+    for shown in made:
+        absent = set(keys.split()) - set(shown)
+        assert absent == set(), f"a dialogue has no {', '.join(absent)}"
+        n = len(shown["actions"])
+        assert len(shown["observations"]) == n + 1, f"{n} actions, but not one observation more"
+        assert len(shown["rewards"]) == n, f"{n} actions, but another number of rewards"
+        texts = [shown["answer"], *shown["observations"], *shown["actions"]]
+        assert all(isinstance(text, str) for text in texts), "not all of a dialogue is text"
+
+
+def knows_its_returns(make):
+    """`best_return` and `expert_return` are numbers."""
+    world = make()
+    for known in (world.best_return, world.expert_return):
+        assert known is None or isinstance(known, Real), f"one is {known!r}"
+
+
+RULES = [resets, steps, takes_any_text, repeats_itself, plays_side_by_side, leaves_generators_alone]
+RULES += [satisfies_gymnasium, says_what_it_says, appends, keeps_tasks, has_players, demonstrates]
+RULES += [knows_its_returns]
+
+
+def maker(id: str, **options):
+    """A function that makes the world as the scripts see it; one of this repository is adapted, too."""
+
+    def make() -> Adapted:
+        world = envs.make(id, **options)
+        return world if isinstance(world, Adapted) else Adapted(partial(envs.make, id, **options), id)
+
+    return make
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m envs.check", description="Does a world keep the rules of docs/your_world.md?"
+    )
+    parser.add_argument(
+        "id", help="package.module:Class, an id of gymnasium, or one that python -m envs lists"
+    )
+    parser.add_argument("--option", default="", metavar="NAME=VALUE,NAME=VALUE", help="options of the world")
+    parser.add_argument("--traceback", action="store_true", help="show where a broken rule was broken")
+    args = parser.parse_args()
+    try:
+        make = maker(args.id, **envs.options(args.option))
+        world = make()
+    except (ValueError, TypeError, envs.Unavailable, envs.WorldBroken) as error:
+        print(f"envs.check: {error}".splitlines()[0], file=sys.stderr)
+        return 2
+    broken = 0
+    for rule in RULES:
+        try:
+            rule(make)
+            print(f"ok      {rule.__doc__}")
+        except Exception as error:  # a world can raise anything
+            broken += 1
+            kind = "" if isinstance(error, AssertionError | ValueError) else f"{type(error).__name__}: "
+            print(f"BROKEN  {rule.__doc__}\n        {kind}{(str(error).splitlines() or [''])[0]}")
+            if args.traceback:
+                traceback.print_exc(file=sys.stdout)
+    for name, consequence in WITHOUT.items():
+        if world.own(name) is None:
+            print(f"absent  {name}: {consequence}")
+    if isinstance(world.world, gymnasium.Env):
+        try:
+            check_env(world.world.unwrapped, skip_render_check=True)
+        except Exception as error:  # the scripts do not need it, gymnasium's other users do
+            print(f"note    gymnasium's checker of the bare world: {(str(error).splitlines() or [''])[0]}")
+    print(f"{len(RULES) - broken} of {len(RULES)} rules hold")
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
