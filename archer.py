@@ -54,7 +54,7 @@ from envs import runs
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     seed: int = 1  # of all random numbers of the run
     iterations: int = 40  # rounds of rollouts, critic updates and actor updates

@@ -49,7 +49,7 @@ from envs.datasets import make_dialogues, read_dialogues
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists; it makes data and evaluates
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     seed: int = 1  # of everything random in the run, but for the data
     iterations: int = 20  # rounds of critic and actor updates

@@ -52,7 +52,7 @@ from envs import runs
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "apps"  # the world, an id that `python -m envs` lists; its text must be append-only
+    env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
     seed: int = 1  # of everything random in the run

@@ -43,7 +43,7 @@ from envs import runs
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
-    env: str = "twenty-questions"  # the world, an id that `python -m envs` lists
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds.md)
     seed: int = 1  # of everything random in the run
     runs: str = "runs"  # folder in which the run's own folder is made

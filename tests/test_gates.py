@@ -640,6 +640,9 @@ def clone(tmp_path_factory, tiny_run, checkpoint):
     if not envs.missing("scienceworld"):
         guide_folder = tiny_run(ROOT / "guide_simcse.py")
         shutil.copytree(guide_folder, folder / "runs" / guide_folder.name)
+    example = re.search(r"```python\n(.*?)```", (ROOT / "docs/your_world.md").read_text(), re.S)[1]
+    (folder / "mine").mkdir()
+    (folder / "mine/my_world.py").write_text(example)
     _, _, _, ranked = data_of(ROOT / "guide_simcse.py", folder / "data")
     from test_guide_simcse import to_file, toy_eval
 
