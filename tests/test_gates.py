@@ -596,6 +596,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
     "appworld": "AppWorld's own virtual environment and data",
     "detective": "a copy of detective.z5",
     "bert-base-uncased": "the weights of BERT",
+    "textarena": "the package textarena",
 }
 # What installs needs the network, and the test of that is .ci/run.
 PROGRAMS = ("python archer", "python loop", "python lge", "python guide", "python sft", "python benchmarks/")
