@@ -32,13 +32,12 @@ A dialogue, as `demonstrations` and VecTextEnv make it, is a dict of text:
     imitate                     of demonstrations, if there are such turns: n bools, False for a mistake whose
                                 reply may be learned, but which is not to be imitated
 
-tests/test_envs.py holds every world of ENVS to all this.
+tests/test_envs.py holds every world of ENVS to all this; docs/your_world.md lists the rules.
 """
 
 import inspect
 import os
 import re
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
@@ -152,7 +151,7 @@ def make(id: str, **options):
         return adapt(id, options)
     except ModuleNotFoundError as error:
         name = error.name or ""  # gymnasium tells none
-        is_own = id not in ENVS and f"{id}.".replace(":", ".").startswith(f"{name}.")
+        is_own = id not in ENVS and id.startswith((f"{name}.", f"{name}:"))
         if is_own or name.startswith("envs.") or not name:
             raise Unavailable(f"{id}: {error}, neither installed nor in {os.getcwd()}") from error
         raise Unavailable(f"{id} needs the package {name}: pip install {name}") from error
@@ -161,10 +160,8 @@ def make(id: str, **options):
 
 
 def construct(id: str, target: str, options: dict):
-    """The world of "module:Class" with its options; the module may lie in the current folder."""
-    module, name = target.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # `python /some/where/archer.py` looks in its own folder only
+    """The world of "module:Class" with its options, which are arguments of the class."""
+    module, _, name = target.rpartition(":")
     found = import_module(module)
     if not hasattr(found, name):
         raise ValueError(f"{id}: there is no {name} in {found.__file__}")
@@ -177,10 +174,10 @@ def construct(id: str, target: str, options: dict):
         if option not in known:
             raise ValueError(f"{id} has no option {option!r}; it has: {', '.join(known) or 'none'}")
         kind = known[option].annotation
-        is_number = int in (kind, *get_args(kind))
+        is_number = kind == "int" or int in (kind, *get_args(kind))
         if is_number and isinstance(value, str):
             raise ValueError(f"{id}: {option} must be a whole number, not {value!r}")
-        if isinstance(value, int) and not is_number:
+        if isinstance(value, int) and not is_number and kind is not inspect.Parameter.empty:
             options[option] = str(value)  # a folder may have a number for its name
     needed = [name for name, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not set(needed) <= set(options):

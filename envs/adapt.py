@@ -9,6 +9,8 @@ docs/your_world.md says what a world must have, what it may have, and what happe
 
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -29,6 +31,8 @@ CHARACTERS = 1000  # to so many an action is cut, likewise
 
 def adapt(id: str, options: dict) -> "Adapted":
     """A world that is not of ENVS, by "module:Class" or by the id under which gymnasium knows it."""
+    if os.getcwd() not in sys.path:  # `python /some/where/archer.py` looks for modules in its own folder only
+        sys.path.append(os.getcwd())
     if ":" in id and id.rpartition(":")[2].isidentifier():
         return Adapted(partial(envs.construct, id, id, options), id)
     try:

@@ -211,10 +211,16 @@ class Choosy(Bare):
         assert type(size) is int
 
 
+class Loose(Bare):
+    def __init__(self, size=1, count: "int" = 2, folder: str = ""):
+        self.got = size, count, folder
+
+
 WRONG = {
     "nowhere:World": r"nowhere:World: No module named 'nowhere', neither installed nor in /",
     "mine.my_world:Nothing": r"mine.my_world:Nothing: there is no Nothing in /.*/mine/my_world.py",
     "mine.my_world:random": r"mine.my_world:random: .*not a callable object",
+    "mine:my_world:HigherLower": r"mine:my_world:HigherLower: No module named 'mine:my_world', neither",
     "nowhere:some/world-v0": r"nowhere:some/world-v0: No module named 'nowhere'",
     "some/world-v0": r"unknown environment 'some/world-v0'; known: twenty-questions, .*docs/your_world.md",
     "turnrl/chess-v0": r"unknown environment 'chess'; known: ",
@@ -251,6 +257,7 @@ def test_an_error_of_the_world_itself_keeps_its_traceback(monkeypatch):
 
 def test_options_are_arguments_of_the_class():
     assert envs.make(f"{HERE}:Choosy", **envs.options("size=3")).id == f"{HERE}:Choosy"
+    assert envs.make(f"{HERE}:Loose", **envs.options("size=3,count=4,folder=5")).got == (3, 4, "5")
     with pytest.raises(ValueError, match="size must be a whole number, not 'big'"):
         envs.make(f"{HERE}:Choosy", size="big")
     with pytest.raises(ValueError, match="has no option 'sise'; it has: size, colour"):
@@ -401,7 +408,7 @@ def test_a_world_that_cannot_be_made_is_one_line(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------- gymnasium
 
 
-def test_a_registered_world_runs_by_its_id(monkeypatch):
+def test_a_registered_world_runs_by_its_id(there, monkeypatch):
     monkeypatch.setattr(gymnasium.envs.registration, "registry", dict(gymnasium.registry))
     gymnasium.register("test/tq-v0", entry_point=TwentyQuestions, max_episode_steps=3)
     world = envs.make("test/tq-v0", matching="paper")
@@ -415,6 +422,10 @@ def test_a_registered_world_runs_by_its_id(monkeypatch):
 
     gymnasium.register("test/echo-v0", entry_point=Echo, max_episode_steps=3)
     assert envs.make("test/echo-v0").max_turns == 3
+
+    code = "import gymnasium\ngymnasium.register('test/own-v0', 'envs.twenty_questions:TwentyQuestions')\n"
+    (there / "registers.py").write_text(code)
+    assert envs.make("registers:test/own-v0").num_tasks == 157
 
 
 # --------------------------------------------------------------------------------------- the scripts
