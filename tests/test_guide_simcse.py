@@ -544,9 +544,10 @@ def test_the_files_of_a_run(finished):
 
 
 def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
-    """Batches are of the training file, rankings of the other; the rate rises and falls; dropout is off."""
-    learned, ranked, rates, modes = [], [], [], []
-    update, rank_steps = guide.update, guide.rank_steps
+    """Batches are of the training file, as what the baselines know; rankings of the other; the rate rises and
+    falls; dropout is off."""
+    learned, ranked, rates, modes, known = [], [], [], [], []
+    update, rank_steps, baselines = guide.update, guide.rank_steps, guide.baselines
 
     def spied_update(encoder, tokenizer, optimizer, tuples, *rest):
         learned.append(tuples)
@@ -559,8 +560,13 @@ def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
         modes.append(encoder.training)
         return rank_steps(encoder, tokenizer, steps, args)
 
+    def spied_baselines(steps, records, seed):
+        known.append((steps, records))
+        return baselines(steps, records, seed)
+
     monkeypatch.setattr(guide, "update", spied_update)
     monkeypatch.setattr(guide, "rank_steps", spied_rank_steps)
+    monkeypatch.setattr(guide, "baselines", spied_baselines)
     run, _ = go(tmp_path, **data, iterations=4, updates=5)
     records = toy_records()
     golden, negatives = {(r["desc"], r["pos"]) for r in records}, {r["neg"] for r in records}
@@ -570,6 +576,7 @@ def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     assert rates[:3] == sorted(rates[:3]) and rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] < 0.1 * max(rates) and not any(modes)
     (steps, before), (again, after) = ranked
+    assert len(known) == 1 and known[0][0] is steps and known[0][1] == records
     expected = guide.read_steps(toy_eval(), 1, 0)
     assert [step.actions for step in steps] == [step.actions for step in expected] and again is steps
     saved = AutoModel.from_pretrained(run / "guide").embeddings.word_embeddings.weight
