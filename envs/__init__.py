@@ -10,8 +10,9 @@ A world is a gymnasium.Env whose observations and actions are text. Those here h
 for one of your own, which need not have it, envs/adapt.py puts defaults in its place:
 
     id, num_tasks, max_turns    reset(options={"index": i}) picks task i of range(num_tasks)
-    max_action_chars            an action is cut at its first newline, stripped, and cut to this length;
-                                info["action"] is what remains. No text is an error, another type is
+    max_action_chars            an action is cut at its first newline, stripped, cut to this length and made
+                                encodable: `read_action`. info["action"] is what remains. No text is an error,
+                                another type is
     append_only                 True: the next observation begins with the last one and info["action"];
                                 False: it is written anew and is all that a policy is given
     best_return, expert_return  mean returns over the tasks; None where unknown
@@ -55,6 +56,7 @@ __all__ = [
     "make",
     "missing",
     "options",
+    "read_action",
     "replies",
     "summarise",
 ]
@@ -210,6 +212,20 @@ def missing(id: str) -> str | None:
     except Unavailable as error:
         return str(error)
     return None
+
+
+def read_action(action: str, max_chars: int, multiline: bool = False) -> str:
+    """What a world takes of an action, whatever the policy has written.
+
+    Half a surrogate pair becomes "?": no file and no tokenizer could take an observation that has one.
+
+    >>> read_action(" Is it a dog?\\nIs it a cat?", 100), read_action("\\ud800 dog", 3)
+    ('Is it a dog?', '? d')
+    """
+    if not isinstance(action, str):
+        raise TypeError(f"an action is a str, not {type(action).__name__}")
+    text = action if multiline else action.split("\n", 1)[0]
+    return text.strip()[:max_chars].encode("utf-8", "replace").decode("utf-8")
 
 
 def replies(observations: list[str], actions: list[str]) -> list[str]:

@@ -104,10 +104,7 @@ class Adapted(gymnasium.Env):
         """One turn. `info["action"]` is what the world got of the action."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        action = action if self.multiline else action.split("\n", 1)[0]
-        action = action.strip()[: self.max_action_chars]
+        action = envs.read_action(action, self.max_action_chars, self.multiline)
         result = self.checked("step", STEP, self.world.step(action))
         text, reward, terminated, truncated, info = result
 

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import WorldBroken
+from envs import WorldBroken, read_action
 from envs.apps_tasks import SCENARIOS, Scenario
 from envs.datasets import dialogue
 from envs.sandbox import Finished, Refused
@@ -476,9 +476,7 @@ class Apps(gymnasium.Env):
         """Runs one piece of code; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        action = action.strip()[: self.max_action_chars]
+        action = read_action(action, self.max_action_chars, self.multiline)
         try:
             output = self.sandbox.run(action, self.call)
         except OSError as error:

@@ -49,7 +49,7 @@ from pathlib import Path
 
 import gymnasium
 
-from envs import Unavailable, WorldBroken
+from envs import Unavailable, WorldBroken, read_action
 from envs.apps import habits, whole_scenarios
 from envs.datasets import dialogue
 
@@ -335,10 +335,8 @@ class AppWorld(gymnasium.Env):
         """Runs one piece of code; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        action = action.strip()[: self.max_action_chars]
-        output = clean(self.ask("/execute", str, code=clean(code_of(action)))).strip()
+        action = read_action(action, self.max_action_chars, self.multiline)
+        output = clean(self.ask("/execute", str, code=code_of(action))).strip()
         if len(output) > self.max_output:
             output = f"{output[: self.max_output]} ... ({len(output) - self.max_output} characters more)"
         terminated = self.ask("/task_completed", bool)

@@ -38,6 +38,7 @@ HOSTILE = [
     "これは動物ですか？ هل هو حيوان؟ Это животное?",
     "🐕" * 300,
     "\ud800 lone surrogate",
+    "search[\udfff] \ud83d\ud83d\udc15 Is it a \udc00?",
     "\u2028 \u2029 \x85 \x0b \x0c lines of other kinds",
     "</s><pad><|endoftext|>",
     "Yes.",

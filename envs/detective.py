@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 import gymnasium
 
+from envs import read_action
 from envs.datasets import dialogue
 
 ILLEGAL = "Illegal Action."
@@ -234,9 +235,7 @@ class Detective(gymnasium.Env):
         """Plays one turn; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        action = action.split("\n", 1)[0].strip()[: self.max_action_chars]
+        action = read_action(action, self.max_action_chars)
 
         feedback, before = ILLEGAL, self.moment
         goes = self.matching == "paper" and not self.story.is_blocked(action)  # D1

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import gymnasium
 
+from envs import read_action
 from envs.datasets import dialogue
 
 YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
@@ -689,9 +690,7 @@ class GuessMyCity(gymnasium.Env):
         """Asks one question; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        question = action.split("\n", 1)[0].strip()[: self.max_action_chars]
+        question = read_action(action, self.max_action_chars)
 
         terminated = self.is_right(self.city, question)
         answer = YES if terminated else hide(self.city, self.oracle(self.city, question))

@@ -40,6 +40,7 @@ from functools import lru_cache
 
 import gymnasium
 
+from envs import read_action
 from envs.datasets import dialogue
 
 # -------------------------------------------------------------------------------- 1. the tasks
@@ -313,9 +314,7 @@ class ScienceWorld(gymnasium.Env):
         """Does one action; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        action = action.split("\n", 1)[0].strip()[: self.max_action_chars]
+        action = read_action(action, self.max_action_chars)
 
         before, terminated, died = self.score, False, False
         self.turns += 1

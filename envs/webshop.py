@@ -41,7 +41,7 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -51,6 +51,7 @@ import gymnasium
 import numpy as np
 from rapidfuzz import fuzz, utils
 
+from envs import read_action
 from envs.datasets import dialogue
 
 INVALID = "Invalid action!"
@@ -266,7 +267,7 @@ def published(folder: str) -> Shop:
             )
         try:
             texts.append(json.loads(Path(folder, name).read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second for a file of brackets
             raise ValueError(f"{Path(folder, name)} is not JSON: {error}") from error
     rows, known, human = texts
     try:
@@ -275,10 +276,10 @@ def published(folder: str) -> Shop:
                 items[row["asin"]] = read_item(row, known.get(row["asin"], {}))
         instructions = [(items[asin], row) for asin in items for row in human.get(asin, [])]
         for item, row in instructions:
-            if attributes := tuple(row["instruction_attributes"]):
+            if attributes := texts_of(row["instruction_attributes"]):
                 upper, bound = draw_upper(item.price, rng)
                 options = row["instruction_options"]
-                options = tuple(options.values() if isinstance(options, dict) else options)
+                options = texts_of(options.values() if isinstance(options, dict) else options)
                 text = line(row["instruction"].strip(".")) + bound
                 goals.append(Goal(item, text, attributes, options, upper))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -307,12 +308,20 @@ def read_item(row: dict, known: dict) -> Item:
         price,
         " to ".join(f"${price}" for price in prices[:2]),
         line(row["query"]).lower(),
-        row["product_category"],
-        tuple(known.get("attributes") or ["DUMMY_ATTR"]),
+        line(row["product_category"]),
+        texts_of(known.get("attributes") or ["DUMMY_ATTR"]),
         options,
         line(row["full_description"]),
         tuple(map(line, features if isinstance(features, list) else [features])),
     )
+
+
+def texts_of(values: Iterable) -> tuple[str, ...]:
+    """These texts. Raises TypeError if one is none: a file may hold anything."""
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError(f"a {type(value).__name__} where a text should be")
+    return tuple(values)
 
 
 def line(text: str | None) -> str:
@@ -492,9 +501,7 @@ class WebShop(gymnasium.Env):
         """Does one thing; see the class for what becomes of the text."""
         if self.over:
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
-        if not isinstance(action, str):
-            raise TypeError(f"an action is a str, not {type(action).__name__}")
-        action = action.split("\n", 1)[0].strip()[: self.max_action_chars]
+        action = read_action(action, self.max_action_chars)
 
         said = re.fullmatch(r"(search|click|think)\[(.*)\]", action, re.IGNORECASE)
         remark = self.do(said[1].lower(), said[2].strip().lower()) if said else INVALID

@@ -64,9 +64,10 @@ def some_actions(world, seed: int, n: int = 200) -> list[str]:
 
 
 def taken(world, action: str) -> str:
-    """An action as a world takes it: up to the first newline unless it is `multiline`, stripped, bounded."""
+    """An action as a world takes it: up to the first newline unless it is `multiline`, stripped, bounded,
+    without half a surrogate pair."""
     text = action if getattr(world, "multiline", False) else action.split("\n")[0]
-    return text.strip()[: world.max_action_chars]
+    return re.sub(r"[\ud800-\udfff]", "?", text.strip()[: world.max_action_chars])
 
 
 # ------------------------------------------------------------------------------------ the rules
@@ -157,6 +158,7 @@ def test_any_text_is_an_ordinary_action(world):
         next_observation, reward, terminated, truncated, info = world.step(action)
         assert info["action"] == taken(world, action)
         assert next_observation in world.observation_space and info["action"] in world.action_space
+        assert next_observation.encode(), "a file can take it"
         assert type(reward) is float and np.isfinite(reward)
         assert type(terminated) is bool and type(truncated) is bool and not (terminated and truncated)
         if world.append_only:

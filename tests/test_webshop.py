@@ -963,6 +963,25 @@ def test_missing_and_malformed_files_are_one_line(tmp_path):
         envs.make("webshop", data=folder)
 
 
+@pytest.mark.parametrize("depth", [1, 900, 100_000])
+@pytest.mark.parametrize(
+    "where", ["file", "pricing", "product_category", "attributes", "instruction_options"]
+)
+def test_a_nested_file_is_one_line(tmp_path, where, depth):
+    """A list of a list of ... where a text should be: no RecursionError, nor an error in the game."""
+    known, asked, item = {"attributes": ["warm"]}, wish(), dict(PRODUCT)
+    for record in (known, asked, item):
+        if where in record:
+            record[where] = ["@"]
+    folder = publish(tmp_path, [item], {"B01": known}, {"B01": [asked]})
+    nested = "[" * depth + "]" * depth
+    for path in tmp_path.iterdir():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(nested if where == "file" else text.replace('["@"]', f"[{nested}]"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^[^\n]*(is not JSON|not as published|no instruction)[^\n]*$"):
+        envs.make("webshop", data=folder)
+
+
 @pytest.mark.parametrize(
     ("options", "message"), [({"matching": "loose"}, "matching: 'loose'"), ({"context": -1}, "context: -1")]
 )
