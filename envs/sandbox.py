@@ -13,7 +13,7 @@ whose calls this process answers.
 The code shares nothing with this process but a line of text, and so this file has to be right about one
 thing: every line that comes may have been written by the code itself. At worst it is a call with any
 arguments, which the code could have made anyway, or it says what the code has printed. envs/sandbox_child.py
-is the other end, and says what confines the code there. It is no container: read docs/worlds.md before you
+is the other end, and says what confines the code there. It is no container: read docs/sandbox.md before you
 give it to people rather than to language models.
 
 Linux and macOS; a sandbox belongs to one thread at a time, but different ones may run in different threads.
@@ -35,7 +35,7 @@ from keyword import iskeyword
 from pathlib import Path
 
 MEMORY = 128 * 2**20  # bytes of address space of a child, of which Python takes 17 MB
-CPU_SECONDS = 60  # of a child in all its turns
+CPU_SECONDS = 60  # of an episode in all its turns, of all children that it needs one after the other
 PATIENCE = 10.0  # seconds on the wall for one turn: long, as only code that waits for something meets it
 START = 60.0  # seconds on the wall for a process to start
 MAX_LINE = 100_000  # bytes of a line of a child
@@ -63,7 +63,7 @@ class Sandbox:
             raise ValueError(f"max_output: {max_output} is more than {MAX_OUTPUT}")
         self.seconds, self.max_output, self.names = seconds, max_output, names
         self.line: socket.socket | None = None
-        self.turn = 0
+        self.turn, self.spent = 0, 0.0  # seconds of CPU time of children that were stopped
 
     def __enter__(self):
         return self
@@ -88,6 +88,8 @@ class Sandbox:
                 return ""
             return self.shown("" if result is None else repr(json.loads(json.dumps(result))))
         if self.line is None:
+            if CPU_SECONDS - self.spent < 1:
+                return f"Stopped: the {CPU_SECONDS} s of CPU time of an episode are spent."
             self.start()
         self.turn += 1
         self.deadline = time.monotonic() + PATIENCE
@@ -106,7 +108,7 @@ class Sandbox:
             why = "too much time"
         except (OSError, ValueError, RecursionError) as error:
             why = str(error)
-        self.close()
+        self.stop()
         return f"Stopped: {why}. Python starts anew, all variables are gone."
 
     def reply(self, message: dict, answer: Callable[[str, dict], object]) -> dict:
@@ -139,7 +141,7 @@ class Sandbox:
             self.received, self.deadline = b"", time.monotonic() + START
             try:
                 with theirs:
-                    self.zygote.fork(theirs)
+                    self.zygote.fork(theirs, int(CPU_SECONDS - self.spent))
                 hello = self.receive()
                 self.pid, self.number = hello["pid"], hello["number"]
                 return
@@ -149,8 +151,15 @@ class Sandbox:
                 if last or not self.zygote.has_died():
                     raise
 
+    def stop(self) -> None:
+        """Ends a child that another one is to replace, which has what is left of the CPU time."""
+        self.line.close()
+        self.line = None
+        self.spent += self.zygote.stop(self.number)
+
     def close(self) -> None:
-        """Ends the child, if there is one."""
+        """Ends the child, if there is one. What comes next is a new episode."""
+        self.spent = 0.0
         if self.line is not None:
             self.line.close()
             self.line = None
@@ -240,7 +249,7 @@ class Zygote:
     def __init__(self, seconds: float, max_output: int):
         self.lock, self.owner = threading.Lock(), os.getpid()
         self.line, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), MEMORY, CPU_SECONDS, seconds, max_output]
+        numbers = [theirs.fileno(), MEMORY, seconds, max_output]
         # -P -s and an environment of our own are what -I stands for; but -I would also pass over the seed.
         command = [sys.executable, "-P", "-s", "-S", Path(__file__).with_name("sandbox_child.py"), *numbers]
         with theirs, tempfile.TemporaryDirectory(prefix="sandbox-") as empty:
@@ -259,9 +268,17 @@ class Zygote:
                 raise OSError("the Python for agents' code does not start; its error stands above")
         # The folder is gone now, and with it all that could be found or made in it.
 
-    def fork(self, line: socket.socket) -> None:
+    def fork(self, line: socket.socket, cpu_seconds: int) -> None:
         with self.lock:
-            socket.send_fds(self.line, [b"fork\n"], [line.fileno()])
+            socket.send_fds(self.line, [b"fork %d\n" % cpu_seconds], [line.fileno()])
+
+    def stop(self, number: int) -> float:
+        """Kills a child; the seconds of CPU time that it has used."""
+        if self.owner == os.getpid():
+            with self.lock, suppress(OSError):  # without a zygote there is nobody to ask
+                self.line.sendall(b"stop %d\n" % number)
+                return float(self.line.recv(64) or 0)
+        return 0.0
 
     def kill(self, number: int) -> None:
         if self.owner == os.getpid():  # a fork of this process has only copies

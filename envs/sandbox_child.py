@@ -15,8 +15,8 @@ Three walls, each enough for what an agent is likely to try:
               already, and an audit hook refuses every event that ordinary code does not cause: files, frames,
               code objects, ...
     system    no second descriptor, process or thread; little memory and time; on Linux no file can be changed
-              and no process be reached but its like; as root also an empty root folder and a user of its own.
-              This holds for native code, too
+              and no process be reached (seccomp, Landlock); as root also an empty root folder and a user of
+              its own. This holds for native code, too: docs/sandbox.md says what holds where
     host      believes nothing that comes along the line (envs/sandbox.py)
 """
 
@@ -69,45 +69,148 @@ NOBODY = 65534  # the user and the group of that name, also where they have no n
 # from here on users and groups whom nobody is: a child is this plus the number of its process
 USERS = 3_000_000_000
 MAX_LINE = 100_000  # bytes of a line to the host, which reads no longer ones
+ROOM = 2**21  # bytes of memory that no turn can have
 
 # ------------------------------------------------------------------------------------- 1. the zygote
 
 
-def lock_in() -> None:
-    """Landlock, for good, for this process and all that come from it: they change no file, connect nowhere by
-    TCP, and trace or signal no process but each other. Linux has the first from 5.13 on, TCP from 6.7 and
-    signals from 6.12 on.
+def lock_in() -> list[str]:
+    """Landlock and seccomp, for good, for this process and all that come from it.
 
-    What a kernel does not know is left out: it is one wall of several. Source:
-    docs.kernel.org/userspace-api/landlock
+    Returns what this machine does not have of them: each is one wall of several.
     """
     import ctypes  # agents' code could do much with it; the process in which that runs never has it
-    import struct
 
     libc = ctypes.CDLL(None)
+    # programs bring no rights with them; without this, only root may do what follows
+    missing = [] if libc.prctl(38, 1, 0, 0, 0) == 0 else ["no_new_privs"]
+    missing += [] if landlock(libc) else ["Landlock"]
+    missing += [] if seccomp(libc) else ["seccomp"]
+    return missing
+
+
+def landlock(libc) -> bool:
+    """They change no file, connect nowhere by TCP, and trace or signal no process but each other. Linux has
+    the first from 5.13 on, TCP from 6.7 and signals from 6.12 on; what a kernel does not know is left out.
+
+    Source: docs.kernel.org/userspace-api/landlock
+    """
+    import ctypes
+    import struct
+
     create, restrict = 444, 446  # system calls, of the same numbers on all processors
-    version = libc.syscall(create, None, 0, 1)
-    if version >= 1:
-        # 1 is to write, 4 to 12 to remove and make, 13 to move, 14 to cut off
-        last = {1: 12, 2: 13}.get(version, 14)
-        rules = struct.pack("QQQ", sum(1 << right for right in (1, *range(4, last + 1))), 0b11, 0b11)
-        rules = rules[: 8 if version < 4 else 16 if version < 6 else 24]
-        ruleset = libc.syscall(create, rules, ctypes.c_size_t(len(rules)), 0)
-        # programs bring no rights with them; without this, only root may do what follows
-        libc.prctl(38, 1, 0, 0, 0)
-        libc.syscall(restrict, ruleset, 0)
+    version = libc.syscall(create, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return False
+    # 1 is to write, 4 to 12 to remove and make, 13 to move, 14 to cut off
+    last = {1: 12, 2: 13}.get(version, 14)
+    rules = struct.pack("QQQ", sum(1 << right for right in (1, *range(4, last + 1))), 0b11, 0b11)
+    rules = rules[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = libc.syscall(create, rules, ctypes.c_size_t(len(rules)), 0)
+    return ruleset >= 0 and libc.syscall(restrict, ruleset, 0) == 0
+
+
+# The system calls that Python needs to start, to fork and to run what agents may import, with their numbers
+# on x86-64 and aarch64 (None: has no such call). What the zygote needs and a child does not, to open a
+# descriptor and to fork, the child's limits forbid. None of them reaches other processes (kill, ptrace,
+# shmget, ...) or changes a file (unlink, chmod, ...).
+# Source: asm/unistd_64.h and asm-generic/unistd.h of Linux
+CALLS = {
+    "read": (0, 63), "write": (1, 64), "setitimer": (38, 103), "prlimit64": (302, 261),
+    "rt_sigreturn": (15, 139), "futex": (202, 98), "clock_gettime": (228, 113), "gettimeofday": (96, 169),
+    # memory
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233),
+    # files: to look, to open, to read. Landlock and the limit of descriptors hold what may be opened.
+    "open": (2, None), "openat": (257, 56), "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62),
+    "pread64": (17, 67), "stat": (4, None), "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79),
+    "statx": (332, 291), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439),
+    "readlink": (89, None), "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17),
+    "ioctl": (16, 29), "fcntl": (72, 25), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    # the zygote's line to the host
+    "sendto": (44, 206), "recvfrom": (45, 207), "recvmsg": (47, 212), "getsockname": (51, 204),
+    "getsockopt": (55, 209),
+    # processes: to become Python, to fork, to end a child by a descriptor that only the zygote can open
+    "execve": (59, 221), "clone": (56, 220), "fork": (57, None), "wait4": (61, 260), "exit": (60, 93),
+    "exit_group": (231, 94), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getrusage": (98, 165),
+    "set_tid_address": (218, 96), "set_robust_list": (273, 99), "rseq": (334, 293),
+    "arch_prctl": (158, None), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "sigaltstack": (131, 132), "restart_syscall": (219, 128),
+    # users
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "setuid": (105, 146), "setgid": (106, 144), "setgroups": (116, 159), "chroot": (161, 51),
+    # the machine
+    "uname": (63, 160), "sysinfo": (99, 179), "getrandom": (318, 278), "clock_getres": (229, 114),
+}  # fmt: skip
+# Where an argument decides: its number, and the values that it may have.
+ARGUMENTS = {
+    "prlimit64": (0, [0]),  # limits of itself, of no other process
+    "ioctl": (1, [0x5401, 0x5413, 0x5450, 0x5451]),  # a terminal? closed by exec? others send signals
+    "fcntl": (1, [0, 1, 2, 3, 1030]),  # to copy a descriptor and its flags: F_SETOWN sends signals
+}
+NO_FORK = 0xFEDFFF00  # flags of clone other than those of fork: threads, namespaces, shared memory
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of CALLS; the kernel's name of it
+
+
+def make_filter(machine: str) -> bytes:
+    """The program that the kernel runs at each system call. All calls but those of CALLS seem not to exist.
+
+    Source: docs.kernel.org/userspace-api/seccomp_filter
+    """
+    import struct
+
+    load_word, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06
+    allow, absent = 0x7FFF0000, 0x00050000 | 38  # 38: ENOSYS, which libraries know how to live with
+    column, arch = MACHINES[machine]
+    # (code, jump if true, jump if false, value); first whether the call is one of this machine's
+    program = [(load_word, 0, 0, 4), (equal, 1, 0, arch), (end, 0, 0, absent), (load_word, 0, 0, 0)]
+    for name, numbers in CALLS.items():
+        number, checks = numbers[column], []
+        if number is None:
+            continue
+        if name == "clone":
+            checks = [(load_word, 0, 0, 16), (any_bit, 0, 1, NO_FORK), (end, 0, 0, absent)]
+        elif name in ARGUMENTS:
+            argument, values = ARGUMENTS[name]
+            left = range(len(values), 0, -1)
+            checks = [(load_word, 0, 0, 16 + 8 * argument)]
+            checks += [(equal, n, 0, value) for n, value in zip(left, values, strict=True)]
+            checks += [(end, 0, 0, absent)]
+        program += [(equal, 0, len(checks) + 1, number), *checks, (end, 0, 0, allow)]
+    program.append((end, 0, 0, absent))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def seccomp(libc) -> bool:
+    """They make no system call but those of CALLS, which reach no other process and change no file."""
+    import ctypes
+    import struct
+
+    machine = posix.uname().machine
+    if machine not in MACHINES or struct.calcsize("P") != 8:
+        return False
+    try:
+        posix.close(posix.pidfd_open(posix.getpid()))  # without it the zygote must kill by number
+    except (AttributeError, OSError):
+        return False
+    text = make_filter(machine)
+    program = ctypes.create_string_buffer(text, len(text))
+    head = ctypes.create_string_buffer(struct.pack("HP", len(text) // 8, ctypes.addressof(program)))
+    return libc.prctl(22, 2, ctypes.byref(head), 0, 0) == 0
 
 
 def system_calls() -> types.SimpleNamespace:
     """What `zygote` needs of that which reaches the system,
     for it to hold while the modules forget the rest."""
     names = (
-        "fork kill waitpid _exit write getpid getuid chroot dup2 close closerange setgroups setgid "
-        "setuid setrlimit"
+        "fork kill pidfd_open pidfd_send_signal waitpid _exit write getpid getuid chroot dup2 close "
+        "closerange setgroups setgid setuid setrlimit getrusage RUSAGE_CHILDREN WNOHANG"
     )
-    known = vars(posix) | vars(resource)
+    known = vars(posix) | vars(resource) | vars(_signal)
     limits = [name for name in known if name.startswith("RLIMIT_")]
-    return types.SimpleNamespace(**{name: known[name] for name in [*names.split(), "WNOHANG", *limits]})
+    # macOS has no pidfd_open
+    return types.SimpleNamespace(**{name: known[name] for name in [*names.split(), *limits] if name in known})
 
 
 def load() -> None:
@@ -118,11 +221,15 @@ def load() -> None:
     sys.modules["random"].seed(0)
 
 
-def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int, cpu_seconds: int) -> None:
-    """Obeys the host: "fork", which comes with a descriptor, and "kill PID". Returns in children only.
+def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int) -> int:
+    """Obeys the host. Returns in children only: the seconds of CPU time that one has.
+
+        fork SECONDS    comes with a descriptor, the line of the child
+        stop NUMBER     ends a child and says how much CPU time it has used
+        kill NUMBER     ends a child
 
     `system` is held by this frame and by no other, and a child leaves it; `kept` are the functions that a
-    child needs. `memory` in bytes and `cpu_seconds` bound each child.
+    child needs. `memory` in bytes bounds each child.
     """
     line = _socket.socket(fileno=control)
     if system.getuid() == 0:
@@ -134,31 +241,65 @@ def zygote(system: types.SimpleNamespace, kept: list, control: int, memory: int,
         if system.waitpid(trial, 0)[1]:
             system.write(2, b"sandbox: this root cannot become another user: agents' code runs as root\n")
     forget(system, kept)
-    children, number, heard = {}, 0, b""
+    children, used, number, heard, lines = {}, {}, 0, b"", []
     line.sendall(b"ready\n")
     while True:
-        data, ancillary, _, _ = line.recvmsg(4096, 64)  # never more than one descriptor comes with the data
+        data, ancillary, _, _ = line.recvmsg(4096, 64)
+        # A command may come in pieces, and its descriptor with the first of them.
+        lines += [descriptor for _, _, found in ancillary for descriptor in memoryview(found).cast("i")]
         *commands, heard = (heard + data).split(b"\n")
         for command in commands:
-            if command == b"fork":
-                theirs = int.from_bytes(ancillary[0][2], sys.byteorder)
-                number += 1
-                pid = system.fork()
-                if pid == 0:
+            verb, _, argument = command.partition(b" ")
+            if verb == b"fork":
+                number, theirs = number + 1, lines.pop(0)
+                children[number] = system.fork()
+                if children[number] == 0:
                     line.detach()
-                    confine(system, theirs, memory, cpu_seconds)
+                    confine(system, theirs, memory, int(argument))
                     system.write(0, b'{"pid": %d, "number": %d}\n' % (system.getpid(), number))
-                    return
+                    return int(argument)
                 system.close(theirs)
-                children[number] = pid
-            elif pid := children.get(int(command.removeprefix(b"kill "))):
-                # One that has ended keeps its process number until waitpid: the signal cannot hit a stranger.
-                system.kill(pid, 9)
-        children = {n: pid for n, pid in children.items() if not system.waitpid(pid, system.WNOHANG)[0]}
+                continue
+            pid, spent = children.pop(int(argument), 0), used.pop(int(argument), 0.0)
+            if pid:
+                end(system, pid)
+            if verb == b"stop":
+                line.sendall(b"%f\n" % (wait(system, pid)[1] if pid else spent))
+        ended, spent = wait(system, -1, system.WNOHANG)
+        while ended:
+            for n in [n for n, pid in children.items() if pid == ended]:
+                used[n] = spent  # until the host asks
+                del children[n]
+            ended, spent = wait(system, -1, system.WNOHANG)
         if not data:  # the host is gone
             for pid in children.values():
-                system.kill(pid, 9)
+                end(system, pid)
             system._exit(0)
+
+
+def end(system: types.SimpleNamespace, pid: int) -> None:
+    """Kills a child that nobody has waited for yet: its number cannot be a stranger's.
+
+    By a descriptor, which a child cannot open: so seccomp need not allow to kill by number.
+    """
+    try:
+        handle = system.pidfd_open(pid)
+        system.pidfd_send_signal(handle, 9)
+        system.close(handle)
+    except (AttributeError, OSError):  # macOS, or a kernel without; then there is no seccomp here either
+        with suppress(OSError):  # a root without this right: the clock of the kernel ends it
+            system.kill(pid, 9)
+
+
+def wait(system: types.SimpleNamespace, pid: int, options: int = 0) -> tuple[int, float]:
+    """Waits for a child, or with -1 for any: which it was, 0 for none, and what CPU time it has used."""
+    before = system.getrusage(system.RUSAGE_CHILDREN)
+    try:
+        ended = system.waitpid(pid, options)[0]
+    except ChildProcessError:  # there is none
+        return 0, 0.0
+    after = system.getrusage(system.RUSAGE_CHILDREN)
+    return ended, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def drop_root(system: types.SimpleNamespace) -> None:
@@ -260,7 +401,7 @@ class Names:
             raise AttributeError(name)
         return Names(self._ask, f"{self._name}.{name}" if self._name else name)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):  # a parameter may be called self
         if args:
             raise TypeError(f"{self._name} takes keyword arguments only")
         return self._ask(self._name, kwargs)
@@ -286,7 +427,15 @@ class Output:
 
 
 def serve(
-    read, write, set_timer, set_handler, set_limit, cpu_seconds: int, seconds: float, max_output: int
+    read,
+    write,
+    set_timer,
+    set_handler,
+    set_limit,
+    memory: int,
+    cpu_seconds: int,
+    seconds: float,
+    max_output: int,
 ) -> None:
     """The life of a child: reads a turn, runs it, answers, until the host is gone."""
     received, asking = bytearray(), []
@@ -327,18 +476,25 @@ def serve(
 
     set_handler(_signal.SIGPROF, alarm)
     variables = {"__name__": "__main__"}
-    apis, execute, new_output = Names(ask), run, Output  # agents can reach the module's
+    # Agents can reach all that modules hold, and change it; of this function they reach what `ask` needs.
+    apis, execute, new_output, streams = Names(ask), run, Output, sys
+    cpu_time, cpu_limit, cpu_timer = time.process_time, resource.RLIMIT_CPU, _signal.ITIMER_PROF
+    whole, memory_limit = int, resource.RLIMIT_AS
+    less, all_of_it = (memory - ROOM, memory), (memory, memory)
     while True:
         while "run" not in (message := receive()):
             """The answer to a call that the code has made behind our back."""
         variables["apis"] = apis  # whatever the last turn has made of it
-        output = sys.stdout = sys.stderr = new_output(max_output)
+        output = streams.stdout = streams.stderr = new_output(max_output)
         # Two clocks of CPU time: an alarm, which leaves the variables as they are, and for code that swallows
         # it or that does not come back to Python the kernel, which ends the process.
-        set_limit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, cpu_seconds))
-        set_timer(_signal.ITIMER_PROF, seconds, 0.1)
+        last = whole(cpu_time() + seconds) + 2
+        set_limit(cpu_limit, (last if last < cpu_seconds else cpu_seconds, cpu_seconds))
+        set_timer(cpu_timer, seconds, 0.1)
+        set_limit(memory_limit, less)  # so that a turn that fills it leaves enough to read the next one
         execute(message["run"], variables, output)
-        set_timer(_signal.ITIMER_PROF, 0)
+        set_limit(memory_limit, all_of_it)
+        set_timer(cpu_timer, 0)
         send({"done": message["turn"], "output": "".join(output.parts)})
 
 
@@ -366,10 +522,14 @@ def run(code: str, variables: dict, output: Output) -> None:
 
 
 def main() -> None:
-    control, memory, cpu_seconds, seconds, max_output, *is_locked_in = sys.argv[1:]
-    if sys.platform == "linux" and not is_locked_in:
-        with suppress(ImportError, OSError, AttributeError):  # not every Python has ctypes
-            lock_in()
+    control, memory, seconds, max_output, *is_locked_in = sys.argv[1:]
+    if not is_locked_in:
+        missing = ["Landlock", "seccomp"]
+        if sys.platform == "linux":
+            with suppress(ImportError, OSError, AttributeError):  # not every Python has ctypes
+                missing = lock_in()
+        for wall in missing:
+            print(f"sandbox: no {wall} on this machine, see docs/sandbox.md", file=sys.stderr)
         # a new Python, which has never heard of ctypes
         os.execv(sys.executable, [*sys.orig_argv, "locked in"])
     load()
@@ -378,11 +538,11 @@ def main() -> None:
     # and can stop its own clocks, which leaves the host's.
     kept = [posix.read, posix.write, _signal.setitimer, _signal.signal, resource.setrlimit, posix._exit]
     kept.append(sys.addaudithook)
-    zygote(system_calls(), kept, int(control), int(memory), int(cpu_seconds))
+    cpu_seconds = zygote(system_calls(), kept, int(control), int(memory))
     *calls, leave, add_hook = kept
     add_hook(refuse)
     try:
-        serve(*calls, int(cpu_seconds), float(seconds), int(max_output))
+        serve(*calls, int(memory), cpu_seconds, float(seconds), int(max_output))
     finally:
         leave(0)  # at once: to take an interpreter down costs more than to start a child
 

@@ -45,6 +45,14 @@ cell = lambda f, name: [
 send, receive = cell(apis._ask, 'send'), cell(apis._ask, 'receive')
 write, read = cell(send, 'write'), cell(receive, 'read')
 """
+# Leaves less than 40 kB, too little to read the next turn.
+FILL = """
+x = None
+for size in (10**6, 10**5, 4 * 10**4):
+    try:
+        while True: x = x, bytearray(size)
+    except MemoryError: pass
+"""
 STOPPED = r"^Stopped: .* Python starts anew, all variables are gone\.$"
 REFUSED = r"PermissionError: .* is not allowed here"
 GONE = r"(Attribute|Name|Key|Import)Error"
@@ -121,6 +129,7 @@ ATTACKS = {
     "SQL in a name": ("getattr(apis, 'keep; drop table mail')()",
      "ApiError: there is no keep; drop table mail"),
     "a call by an odd name": ("getattr(apis, '')()", "ApiError"),
+    "parameters with names of ours": ("x = 1\napis.keep(self=x, name=x, args=x, value=x)", "^$"),
     "too much to say": ("apis.keep(value='x' * 10**6)", "ApiError: too much text"),
     "a number without end": ("apis.keep(value=1 << 20000)", "ValueError"),
     "a list without bottom": ("x = []\nfor i in range(10**5): x = [x]\napis.keep(value=x)", "RecursionError"),
@@ -154,6 +163,7 @@ ATTACKS = {
     "a pattern": ("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", "TimeoutError|" + STOPPED),
     "a string": ("'x' * 10 ** 11", "MemoryError"),
     "a list": ("x = []\nwhile True: x.append('x' * 10 ** 6)", "MemoryError|Timeout"),
+    "no memory for the next turn": (FILL, "^$"),
     "recursion": ("def f(): f()\nf()", "RecursionError"),
     "recursion without a limit": ("import sys\nsys.setrecursionlimit(10 ** 9)", GONE),
     "brackets": ("eval('(' * 1000 + ')' * 1000)", "SyntaxError|MemoryError|" + STOPPED),
@@ -334,6 +344,61 @@ def test_which_code_is_a_plain_call():
     assert [code for code in NOT_PLAIN if module.plain_call(code) is not None] == []
 
 
+def test_clocks_that_the_code_has_spoilt_are_not_asked(box, host, monkeypatch):
+    """The alarm can be silenced, the clock of the kernel not. What a child has used, the next one lacks."""
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+    spoil = """
+import builtins, time
+time.process_time = lambda: 50.0
+names = apis._ask.__globals__
+names["time"] = names["resource"] = names["_signal"] = names["sys"] = None
+builtins.int = builtins.min = lambda *_: 50
+for cell in apis._ask.__closure__:
+    if type(cell.cell_contents) is list:
+        cell.cell_contents.append("asking")
+"""
+    assert box.run(spoil, host.answer) == ""
+    assert box.run("while True: pass", host.answer).startswith("Stopped: the process ended.")
+    assert 1.5 < box.spent < 5
+    assert box.run("3 + 4", host.answer) == "7"
+    spent = box.spent
+    box.run("import sys\nsys.stdout.parts = 5", host.answer)  # ends the child
+    assert spent < box.spent < spent + 1
+    monkeypatch.setattr(module, "CPU_SECONDS", 2)
+    assert box.run("3 + 4", host.answer) == "Stopped: the 2 s of CPU time of an episode are spent."
+    assert box.run("apis.add(a=3, b=4)", host.answer) == "7", "which needs no process"
+    box.close()
+    assert box.run("3 + 4", host.answer) == "7", "a new episode"
+
+
+def test_a_child_has_no_more_cpu_time_than_its_episode(host, monkeypatch):
+    """Also where a turn may take longer than that."""
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+    monkeypatch.setattr(module, "CPU_SECONDS", 1)
+    with Sandbox(seconds=30) as box:
+        assert box.run("1 + 1", host.answer) == "2"
+        assert box.run("while True: pass", host.answer).startswith("Stopped: the process ended.")
+        assert "are spent" in box.run("1 + 1", host.answer)
+
+
+def test_commands_may_come_in_pieces(host):
+    """The line to the zygote keeps no borders between messages."""
+    with Sandbox(max_output=127) as box:
+        box.run("1", host.answer)
+        zygote = box.zygote
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(zygote.line, [b"kill 99\nfo"], [theirs.fileno()])
+        for piece in (b"r", b"k 7", b"\nkill 98"):
+            time.sleep(0.02)
+            zygote.line.sendall(piece)
+        zygote.line.sendall(b"\n")
+        ours.settimeout(30)
+        hello = json.loads(ours.recv(1000))
+        zygote.kill(hello["number"])
+        assert ends(hello["pid"]) and zygote.process.poll() is None
+
+
 def test_sets_have_the_same_order_every_time(box, host):
     """In the order of hashes, which a Python without a seed draws anew."""
     code = "print({'a', 'b', 'c', 'd', 'e'})"
@@ -468,6 +533,35 @@ def test_a_root_that_must_remain_root_is_told_so(capfd):
     )
 
 
+def test_a_wall_that_this_machine_lacks_is_told(tmp_path):
+    """One line at the start, and the code runs nevertheless."""
+    (tmp_path / "envs").mkdir()
+    shutil.copy(ENVS / "sandbox.py", tmp_path / "envs")
+    text = (ENVS / "sandbox_child.py").read_text().replace('"x86_64": ', '"x": ').replace("aarch64", "a")
+    (tmp_path / "envs/sandbox_child.py").write_text(text)
+    code = "from envs.sandbox import Sandbox\nbox = Sandbox()\nfor _ in 1, 2: print(box.run('3 + 4', None))"
+    code += "\nbox.close()\nprint(box.run('3 + 4', None))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout == "7\n7\n7\n"
+    said = [line for line in result.stderr.splitlines() if "Landlock" not in line]
+    assert said == ["sandbox: no seccomp on this machine, see docs/sandbox.md"]
+
+
+def test_what_the_kernel_refuses_is_noticed(monkeypatch):
+    """An error of its calls is no wall."""
+
+    class Refusing:
+        def syscall(self, number, *_):
+            return 7 if number == 444 and not _[0] else -1
+
+        def prctl(self, *_):
+            return -1
+
+    assert not sandbox_child.landlock(Refusing()) and not sandbox_child.seccomp(Refusing())
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Refusing())
+    assert sandbox_child.lock_in() == ["no_new_privs", "Landlock", "seccomp"]
+
+
 def test_linux_lets_it_change_no_file_and_reach_no_process(tmp_path):
     """Without a descriptor there is still much that native code of an ordinary user could do."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -478,7 +572,8 @@ def test_linux_lets_it_change_no_file_and_reach_no_process(tmp_path):
 import ctypes, json, os, socket, sys
 sys.path.insert(0, {str(ENVS)!r})
 import sandbox_child as child
-child.lock_in()
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and child.landlock(libc)
 found = {{}}
 def attempt(name, f, *args):
     try:
@@ -496,7 +591,7 @@ attempt("signal", os.kill, os.getppid(), 0)
 attempt("connect", socket.create_connection, ("127.0.0.1", int(sys.argv[1])))
 class Span(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-libc, target = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(7)
+target = ctypes.create_string_buffer(7)
 here, there = Span(ctypes.addressof(target), 7), Span(int(sys.argv[2]), 7)
 read = libc.process_vm_readv(os.getppid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
 found["memory"] = read, target.value.decode()
