@@ -26,6 +26,7 @@ import envs.check
 import envs.play
 from envs.check import HOSTILE
 from envs.datasets import dialogue
+from envs.fuzz import HOSTILE
 
 ROOT = Path(__file__).parent.parent
 
