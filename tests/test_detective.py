@@ -126,7 +126,7 @@ def test_docstrings():
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch, tmp_path):
-    advice = r"give rom=FILE or set \$DETECTIVE_ROM to a detective.z5; mini-detective needs none$"
+    advice = r"give --world rom=FILE, a detective.z5, or set \$DETECTIVE_ROM to it; mini-detective needs"
     monkeypatch.delenv("DETECTIVE_ROM", raising=False)
     with pytest.raises(envs.Unavailable, match="^detective: no story file; " + advice):
         envs.make("detective")
