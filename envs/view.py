@@ -45,13 +45,19 @@ def turns_of(record: dict) -> list[dict]:
     return turns
 
 
+def no_number(name: str) -> None:
+    """What NaN and infinities of Python's JSON become: a browser knows none, and draws nothing there."""
+
+
 def read(run: Path) -> dict:
     """A run's arguments, metrics and dialogues. Raises ValueError if the folder is not a run's."""
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}")
     try:
         args = json.loads((run / "args.json").read_text(encoding="utf-8"))
         files = [run / "metrics.jsonl", run / "rollouts.jsonl"]
         lines = [path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for path in files]
-        metrics, records = ([json.loads(line) for line in part] for part in lines)
+        metrics, records = ([json.loads(line, parse_constant=no_number) for line in part] for part in lines)
     except (OSError, ValueError) as error:
         raise ValueError(f"{run}: not the folder of a run: {error}") from error
     dialogues = []

@@ -70,6 +70,18 @@ def test_what_is_no_run_is_one_line(tmp_path):
     assert result.returncode == 2 and str(tmp_path) in line
 
 
+def test_a_folder_that_does_not_exist_is_called_that(tmp_path):
+    assert show(tmp_path / "no").stderr == f"envs.view: there is no folder {tmp_path}/no\n"
+
+
+def test_a_figure_that_is_no_number_is_none_to_the_browser(tmp_path):
+    """Python writes NaN into JSON, which no browser reads: the whole page would stay empty."""
+    runs.write(tmp_path / "args.json", [{}])
+    runs.write(tmp_path / "metrics.jsonl", [{"iteration": 1, "critic/bias": float("nan"), "time/x": 1.5}])
+    (row,) = view.read(tmp_path)["metrics"]
+    assert row == {"iteration": 1, "critic/bias": None, "time/x": 1.5}
+
+
 @pytest.mark.external
 @pytest.mark.skipif(not BROWSER, reason="there is no chromium: apt-get install chromium")
 @pytest.mark.parametrize(
