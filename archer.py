@@ -42,7 +42,6 @@ from typing import Literal
 import numpy as np
 import torch
 import transformers
-import tyro
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
@@ -54,22 +53,29 @@ from envs import runs
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
+    # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     seed: int = 1  # of all random numbers of the run
     iterations: int = 40  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+
+    # --- model
     actor: str = ""  # causal LM, folder or Hugging Face name; "": checkpoints/ID, ID its demonstration_env
     critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
+
+    # --- data
     rollouts: int = 128  # dialogues played in an iteration (paper: 128)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
     temperature: float = 1.0  # of sampling, and so of scoring
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
+    # --- algorithm
     critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2; Monte-Carlo returns (App. D); E1 and E6
     critic_lr: float = 3e-4  # paper: 6e-4 (D5)
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
@@ -89,6 +95,7 @@ class Args:
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
+    # --- evaluation
     eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
@@ -196,7 +203,8 @@ def load(auto, source: str, args: Args):
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {error}") from error
+        why = runs.why_not_loaded(source, error)
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
@@ -404,7 +412,9 @@ def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) 
         slow.data.lerp_(fast.data, args.polyak)
     error_N = v_N2.detach().mean(-1) - return_N
     metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N[turn_N == 0].mean()}
-    metrics["explained_variance"] = 1 - error_N.var() / return_N.var().clamp(min=1e-8)
+    variance = return_N.var()
+    variance[variance < 1e-8] = torch.nan  # no returns differ, so that there is nothing to explain
+    metrics["explained_variance"] = 1 - error_N.var() / variance
     return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
 
 
@@ -449,14 +459,14 @@ def evaluate(actor, args: Args) -> dict[str, float]:
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
     """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-    for name, (model, tokenizer) in models.items():
+    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
@@ -487,11 +497,11 @@ def main(args: Args) -> dict[str, float]:
     source = args.actor or str(Path(__file__).parent / "checkpoints" / worlds.envs[0].demonstration_env)
     actor, actor.tokenizer = load(transformers.AutoModelForCausalLM, source, args)
     start_actor = copy.deepcopy(actor).requires_grad_(False)
-    first = [] if args.resume else rollout(actor, worlds, args, generator, rng)[0]
-    value = float(np.mean([mc_returns(d["rewards"], args.gamma)[0] for d in first] or [0.0]))  # D4
     body, tokenizer = copy.deepcopy(actor.base_model), actor.tokenizer  # D2
     if args.critic:
         body, tokenizer = load(transformers.AutoModel, args.critic, args)
+    first = [] if args.resume else rollout(actor, worlds, args, generator, rng)[0]
+    value = float(np.mean([mc_returns(d["rewards"], args.gamma)[0] for d in first] or [0.0]))  # D4
     critic = Critic(body, tokenizer, value, args.dtype).to(args.device)
     target = copy.deepcopy(critic).requires_grad_(False)
     baseline = mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
@@ -502,11 +512,12 @@ def main(args: Args) -> dict[str, float]:
     modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
 
     # --- a new run, or one that goes on
+    run = runs.folder(args, "archer")
     if args.resume:
-        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, generator)
+        state = restore(run, modules, rng, generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
-        run, evaluation = runs.folder(args.runs, args.env, "archer", args.seed), evaluate(actor, args)
+        evaluation = evaluate(actor, args)
         state = {"iteration": 0, "episodes": len(first), "buffer": first, "metrics": [], "samples": []}
         state |= {"warm_start": evaluation, "evaluation": evaluation}
     buffer = state["buffer"]  # the same list: it is saved with the state
@@ -514,6 +525,9 @@ def main(args: Args) -> dict[str, float]:
     print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
+    if not args.resume:
+        start = {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
+        state["metrics"].append(runs.log(writer, 0, start, "return"))
     stopped = runs.stop_signals()  # Ctrl-C fills this list: after the iteration the run saves and ends
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -545,24 +559,19 @@ def main(args: Args) -> dict[str, float]:
         state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)
         metrics = {f"rollout/{name}": figure for name, figure in envs.summarise(played).items()}
         metrics["rollout/nll"] = float(np.mean(nll))
-        for tag in dict.fromkeys(tag for log in logs for tag in log):
-            metrics[tag] = float(np.mean([log[tag] for log in logs if tag in log]))
+        metrics |= runs.means(logs)
         is_due = iteration % args.eval_every == 0 or iteration == args.iterations
         if is_due:
             state["evaluation"] = evaluate(actor, args)
             metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
         metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
-        for tag, figure in metrics.items():
-            writer.add_scalar(tag, figure, iteration)
-        state["metrics"].append({"iteration": iteration} | metrics)
+        state["metrics"].append(runs.log(writer, iteration, metrics, "return|repeated|explained|kl"))
         for dialogue in played[:4]:
             with torch.no_grad():
                 v_N2, q_N2 = critic([dialogue])
             values = {"Q": q_N2.min(-1).values.tolist(), "V": v_N2.min(-1).values.tolist()}
             state["samples"].append({"iteration": iteration} | dialogue | values)
-        shown = [tag for tag in metrics if re.search("return|repeated|explained|kl", tag)]
-        print(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:.2f}" for tag in shown))
-        try:
+        with runs.saving(run, iteration):  # a full disk, say, ends nothing
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if is_due or stopped:
@@ -571,8 +580,6 @@ def main(args: Args) -> dict[str, float]:
                 state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
                 models = {"actor": (actor, actor.tokenizer), "critic": (critic.body, critic.tokenizer)}
                 save(run, state, models)
-        except Exception as error:  # a full disk, say: learning goes on, and the next save may succeed
-            print(f"not saved at iteration {iteration}: {error}".splitlines()[0])
         if stopped:
             break
     writer.close()
@@ -587,12 +594,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        args = tyro.cli(Args)
-        if args.resume:  # the run's own arguments hold, unless given anew
-            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-            args = tyro.cli(Args, default=Args(**saved))
-        main(args)
-    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
-        sys.exit(2)
+    runs.cli(Args, main)

@@ -37,7 +37,6 @@ from typing import Literal
 import numpy as np
 import torch
 import transformers
-import tyro
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -49,24 +48,30 @@ from envs.datasets import make_dialogues, read_dialogues
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
+    # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
     seed: int = 1  # of everything random in the run, but for the data
     iterations: int = 20  # rounds of critic and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+
+    # --- model
     actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" is checkpoints/WORLD
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
     temperature: float = 1.0  # of sampling, and so of scoring
     max_action_tokens: int = 16  # tokens after which a sampled utterance is cut
 
+    # --- data
     dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl or rollouts.jsonl
     dataset_size: int = 5_000  # dialogues that scripted players make where no file is given
     dataset_seed: int = 0  # of these dialogues
     mix: str = "random=0.8/expert=0.2"  # players by shares of the dialogues; with commas, of the turns
 
+    # --- algorithm
     critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
     critic_lr: float = 3e-3  # at the start (authors: 1e-5, for RoBERTa; D3)
     critic_updates: int = 50  # of an iteration, each with a Polyak step of the target
@@ -78,13 +83,14 @@ class Args:
     actor_lr: float = 5e-3  # at the start (authors: 1e-4, for GPT-2; D3)
     actor_updates: int = 50  # of an iteration
     beta: float = 1.0  # of E7, inverse temperature of the advantages (authors: 1)
-    max_weight: float = 20.0  # clamp of the weights of E7 (D1)
+    max_weight: float = 20.0  # clamp of the weights of E7; inf is none (D1)
     bc_weight: float = 0.0  # of imitation beside the actor's loss (REINFORCE + BC: 1)
     keep: float = 1.0  # share of the dialogues, the best ones, that the actor learns from (filtered BC: 0.1)
     batch: int = 16  # dialogues in an update of critic or actor (D3)
     anneal_lr: bool = True  # both learning rates fall to zero (D5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
 
+    # --- evaluation
     eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
@@ -190,7 +196,8 @@ def load(auto, source: str, args: Args):
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {error}") from error
+        why = runs.why_not_loaded(source, error)
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
@@ -368,7 +375,9 @@ def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) 
         slow.data.lerp_(fast.data, args.polyak)
     error_N = v_N2.detach().mean(-1) - return_N
     metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N.mean()}
-    metrics["explained_variance"] = 1 - error_N.var(correction=0) / return_N.var(correction=0).clamp(min=1e-8)
+    variance = return_N.var(correction=0)
+    variance[variance < 1e-8] = torch.nan  # no returns differ, so that there is nothing to explain
+    metrics["explained_variance"] = 1 - error_N.var(correction=0) / variance
     return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
 
 
@@ -424,14 +433,14 @@ def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, floa
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
     """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-    for name, (model, tokenizer) in models.items():
+    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
@@ -481,11 +490,11 @@ def main(args: Args) -> dict[str, float]:
     modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
 
     # --- a new run, or one that goes on
+    run = runs.folder(args, "archer_offline_iql")
     if args.resume:
-        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, generator)
+        state = restore(run, modules, rng, generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
-        run = runs.folder(args.runs, args.env, "archer_offline_iql", args.seed)
         start, _ = evaluate(actor, critic, known, args)
         state = {"iteration": 0, "metrics": [], "samples": [], "warm_start": start, "evaluation": start}
         runs.write(run / "dataset.jsonl", data)
@@ -493,6 +502,9 @@ def main(args: Args) -> dict[str, float]:
     print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
+    if not args.resume:
+        start = {f"eval/{name}": figure for name, figure in start.items()}
+        state["metrics"].append(runs.log(writer, 0, start, "return"))
     stopped = runs.stop_signals()  # Ctrl-C ends the iteration that it falls into
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -510,20 +522,15 @@ def main(args: Args) -> dict[str, float]:
             rows.append(actor_update(actor, critic, optimizer, batch, args, generator))
         # 3. the books
         state["iteration"], metrics = iteration, {"data/return": data_return}
-        for tag in {tag: 0 for row in rows for tag in row}:
-            metrics[tag] = float(np.mean([row[tag] for row in rows if tag in row]))
+        metrics |= runs.means(rows)
         metrics["time/updates_per_second"] = len(rows) / (time.time() - began)
         is_due = iteration % args.eval_every == 0 or iteration == args.iterations
         if is_due:
             state["evaluation"], played = evaluate(actor, critic, known, args)
             metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
             state["samples"] += [{"iteration": iteration} | dialogue for dialogue in played[:8]]
-        for tag, figure in metrics.items():
-            writer.add_scalar(tag, figure, iteration)
-        state["metrics"].append({"iteration": iteration} | metrics)
-        shown = [tag for tag in metrics if re.search("eval/return|explained|nll|entropy", tag)]
-        print(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:.2f}" for tag in shown))
-        try:
+        state["metrics"].append(runs.log(writer, iteration, metrics, "eval/return|explained|nll|entropy"))
+        with runs.saving(run, iteration):  # a full disk, say, ends nothing
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if is_due or stopped:
@@ -531,8 +538,6 @@ def main(args: Args) -> dict[str, float]:
                 state["modules"] = {name: module.state_dict() for name, module in modules.items()}
                 state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
                 save(run, state, {"actor": (actor, actor.tokenizer)})
-        except (OSError, RuntimeError) as error:  # a full disk costs nothing that was learned
-            print(f"not saved at iteration {iteration}: {error}".splitlines()[0])
         if stopped:
             break
     writer.close()
@@ -540,7 +545,8 @@ def main(args: Args) -> dict[str, float]:
     summary = {f"warm_start_{name}": figure for name, figure in state["warm_start"].items()}
     summary |= {f"eval_{name}": figure for name, figure in state["evaluation"].items()}
     last = summary["eval_return"]
-    summary["best_return"] = max([last, *(row.get("eval/return", last) for row in state["metrics"])])
+    learned = [row for row in state["metrics"] if row["iteration"] > 0]  # the start is no result of the run
+    summary["best_return"] = max([last, *(row.get("eval/return", last) for row in learned)])
     summary |= {"episodes": len(data), "seed": args.seed} | runs.facts()
     summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
     runs.write(run / "summary.json", [summary], indent=2)
@@ -549,12 +555,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        args = tyro.cli(Args)
-        if args.resume:  # the run's own arguments hold, unless given anew
-            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-            args = tyro.cli(Args, default=Args(**saved))
-        main(args)
-    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
-        sys.exit(2)
+    runs.cli(Args, main)

@@ -26,9 +26,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
 
 import json
 import os
-import re
 import shutil
-import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
@@ -39,12 +37,10 @@ from typing import Literal
 import numpy as np
 import torch
 import transformers
-import tyro
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-import envs
 from envs import runs
 from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines  # loads no simulator
 
@@ -52,16 +48,28 @@ from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines 
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
+    # --- run
     env: str = "scienceworld"  # the guide knows no other world
     seed: int = 1  # of everything random in the run, but for the data
     iterations: int = 18  # rounds of updates
     updates: int = 20  # batches in an iteration
     runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is fast
     threads: int = 2  # on the CPU
+    save_every: int = 5  # iterations between checkpoints; Ctrl-C writes one, too
 
+    # --- model
+    encoder: str = "minilm"  # minilm (the weights in a package), tiny (from scratch), a folder or a name
+    pooling: Literal["mean", "cls"] = "mean"  # a text's vector: of all tokens, or the first (authors: cls)
+    max_tokens: int = 128  # tokens after which a text is cut (D6)
+    dropout: bool = False  # the encoder's own dropout while it learns (D3)
+    width: int = 64  # hidden size of the tiny encoder
+    layers: int = 2  # of the tiny encoder
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is fast
+
+    # --- data
     train_data: str = ""  # file of gold actions; if none is given, it is made from ScienceWorld, in data/
     train_variations: int = 20  # training variations a task of this file; 0: all (paper: all 3,442)
     negative_variations: int = 3  # of these, those whose valid actions are the hard negatives (paper: 10)
@@ -69,13 +77,7 @@ class Args:
     eval_variations: int = 1  # development variations a task that are ranked (paper: 5)
     eval_steps: int = 2  # steps of a gold path whose valid actions are ranked; 0: all (D5)
 
-    encoder: str = "minilm"  # minilm (the weights in a package), tiny (from scratch), a folder or a name
-    pooling: Literal["mean", "cls"] = "mean"  # a text's vector: of all tokens, or the first (authors: cls)
-    max_tokens: int = 128  # tokens after which a text is cut (D6)
-    dropout: bool = False  # the encoder's own dropout while it learns (D3)
-    width: int = 64  # hidden size of the tiny encoder
-    layers: int = 2  # of the tiny encoder
-
+    # --- algorithm
     sampling: Literal["balanced", "paper"] = "balanced"  # of the tuples of a batch (D2)
     descriptions: int = 24  # distinct descriptions of a balanced batch
     pairs: int = 8  # gold actions of each of these, and as many hard negatives
@@ -85,8 +87,8 @@ class Args:
     lr: float = 2e-4  # its peak: up over the first tenth, then down to zero (paper: 5e-5, BERT-base)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
+    # --- evaluation
     eval_every: int = 0  # iterations between evaluations; 0: at the start and at the end
-    save_every: int = 5  # iterations between checkpoints; Ctrl-C writes one, too
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
@@ -258,7 +260,7 @@ def load_encoder(source: str, device: str):
         model, report = auto.from_pretrained(source, output_loading_info=True, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # what a folder can hold has no end, nor have the errors
-        raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{source} cannot be loaded: {runs.why_not_loaded(source, error)}") from error
     if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
         raise ValueError(f"{source} has no weights for {missing[0]}")  # they would be drawn at random
     if len(tokenizer) < model.config.vocab_size // 2:  # what transformers makes up where there is none
@@ -363,13 +365,8 @@ def by_task(steps: list[Step], scores: list[np.ndarray]) -> dict[str, dict[str, 
     rows = defaultdict(list)
     for step, score_A in zip(steps, scores, strict=True):
         rows[step.task].append(ranking_metrics(score_A, step.relevant, step.gold))
-    tasks = {task: mean_of(metrics) for task, metrics in rows.items()}
-    return tasks | {"all": mean_of(list(tasks.values()))}
-
-
-def mean_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric."""
-    return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+    tasks = {task: runs.means(metrics) for task, metrics in rows.items()}
+    return tasks | {"all": runs.means(list(tasks.values()))}
 
 
 def baselines(steps: list[Step], records: list[dict], seed: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -415,14 +412,14 @@ def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
     """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-    for name, (model, tokenizer) in models.items():
+    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
@@ -452,6 +449,8 @@ def main(args: Args) -> dict[str, float]:
     rng = np.random.default_rng(args.seed)
 
     # --- data and encoder
+    if args.encoder != "tiny":
+        make_encoder(args, [])  # what is wrong with it is said before data are made, which takes minutes
     records, examples, steps = load_data(args)
     encoder, tokenizer = make_encoder(args, [text for row in examples.tuples for text in row])
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
@@ -461,11 +460,8 @@ def main(args: Args) -> dict[str, float]:
         state.update(seconds=time.time() - started, cpu_seconds=time.process_time() - cpu_started)
         state["modules"] = {name: module.state_dict() for name, module in modules.items()}
         state["rng"], state["generator"] = rng.bit_generator.state, torch.get_rng_state()
-        try:
+        with runs.saving(run, state["iteration"]):  # a full disk, say, ends nothing
             save(run, state, models)
-        except Exception as error:  # a full disk has another name in each of the libraries that write here
-            reason = str(error).partition("\n")[0]
-            raise OSError(f"{run} is not saved: {reason}; make room, go on with --resume {run}") from error
 
     def evaluate() -> dict[str, dict[str, float]]:
         scores = rank_steps(encoder, tokenizer, steps, args)
@@ -477,16 +473,15 @@ def main(args: Args) -> dict[str, float]:
         return by_task(steps, scores)
 
     # --- a new run, or one that goes on
+    run = runs.folder(args, "guide_simcse")
     if args.resume:
-        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, torch.default_generator)
+        state = restore(run, modules, rng, torch.default_generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-        runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    else:  # the folder first: the ranking takes its time
-        run, state = runs.folder(args.runs, args.env, "guide_simcse", args.seed), {"iteration": 0}
-        runs.write(run / "args.json", [asdict(args)], indent=2)
-        state |= {"metrics": [], "samples": []}
+    else:
+        state = {"iteration": 0, "metrics": [], "samples": []}
         state["results"] = baselines(steps, records, args.seed) | {"untrained": evaluate()}
         save_now({})
+    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     untrained = state["results"]["untrained"]["all"]["rsr50"]
     print(f"{run}: {len(examples.tuples)} gold actions, {len(steps)} states to rank; RSR@50 {untrained:.2f}")
 
@@ -506,19 +501,16 @@ def main(args: Args) -> dict[str, float]:
             rows.append(update(encoder, tokenizer, optimizer, tuples, examples.gold, args))
         encoder.eval()
         state["iteration"] = iteration
-        metrics = {"iteration": iteration} | mean_of(rows)
+        metrics = runs.means(rows)
         metrics["time/pairs_per_second"] = learned / (time.time() - began)
         state["results"].pop("guide", None)  # it was of another iteration
         if iteration == args.iterations or (args.eval_every and iteration % args.eval_every == 0):
             state["results"]["guide"] = evaluate()
             metrics |= {f"eval/{key}": value for key, value in state["results"]["guide"]["all"].items()}
-        shown = [tag for tag in metrics if re.search("loss|accuracy|rsr50|map", tag)]
-        print(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:.3f}" for tag in shown))
-        for tag in metrics.keys() - {"iteration"}:
-            writer.add_scalar(tag, metrics[tag], iteration)
-        state["metrics"].append(metrics)
-        runs.write(run / "metrics.jsonl", state["metrics"])
-        runs.write(run / "rankings.jsonl", state["samples"])
+        state["metrics"].append(runs.log(writer, iteration, metrics, "loss|accuracy|rsr50|map"))
+        with runs.saving(run, iteration):
+            runs.write(run / "metrics.jsonl", state["metrics"])
+            runs.write(run / "rankings.jsonl", state["samples"])
         if stopped:
             break
         if iteration % args.save_every == 0:
@@ -541,12 +533,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        args = tyro.cli(Args)
-        if args.resume:  # the run's own arguments hold, unless given anew
-            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-            args = tyro.cli(Args, default=Args(**saved))
-        main(args)
-    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
-        sys.exit(2)
+    runs.cli(Args, main)

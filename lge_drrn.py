@@ -25,9 +25,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
 
 import copy
 import json
-import re
 import shutil
-import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +35,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import transformers
-import tyro
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
@@ -50,41 +47,47 @@ from envs.scienceworld import TASKS, Worlds, variations
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
+    # --- run
     env: str = "scienceworld"  # the explorer knows no other world
     task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
-    guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or none; none: plain DRRN
-    explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
     seed: int = 1  # of everything random in the run
     steps: int = 1_000  # of each world (paper: 100,000)
     worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
     step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # of the network on the CPU; with one, resuming is exact to the bit
+    log_every: int = 100  # steps between lines of metrics
 
-    top_k: int = 50  # actions that the guide leaves (paper: 50)
-    prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
-    epsilon: float = 0.1  # probability of not pruning (paper: 0.1)
-    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
-    target_actions: Literal["valid", "pruned"] = "valid"  # the a' of E2; pruned: the authors' "corrected"
-
+    # --- model
+    guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or none; none: plain DRRN
+    explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
     hidden: int = 128  # size of embeddings and GRUs (authors' flag: 128)
     q_hidden: bool = True  # a hidden layer in the Q head (D2)
     vocabulary: int = 4_000  # size of the byte-pair vocabulary (D5)
     vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
 
+    # --- data
     memory: int = 100_000  # transitions that the replay memory holds (authors' flag: 100,000)
     priority: Literal["reward", "released"] = "reward"  # which transitions fill the priority part (D3)
     priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5)
+
+    # --- algorithm
+    top_k: int = 50  # actions that the guide leaves (paper: 50)
+    prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
+    epsilon: float = 0.1  # probability of not pruning (paper: 0.1)
+    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
+    target_actions: Literal["valid", "pruned"] = "valid"  # the a' of E2; pruned: the authors' "corrected"
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
     lr: float = 1e-3  # of Adam (D7; authors' default: 1e-4)
     gamma: float = 0.9  # discount (authors' default: 0.9)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
-    log_every: int = 100  # steps between lines of metrics
+    # --- evaluation
     eval_every: int = 1_000  # steps between evaluations, each followed by a checkpoint (authors' flag: 1,000)
     eval_episodes: int = 10  # greedy episodes in each of dev and test (authors' code: 10)
 
@@ -295,7 +298,7 @@ def load_encoder(source: str, device: str):
         model, report = auto.from_pretrained(source, output_loading_info=True, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # what a folder can hold has no end, nor have the errors
-        raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{source} cannot be loaded: {runs.why_not_loaded(source, error)}") from error
     if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
         raise ValueError(f"{source} has no weights for {missing[0]}")  # they would be drawn at random
     if len(tokenizer) < model.config.vocab_size // 2:  # what transformers makes up where there is none
@@ -413,14 +416,14 @@ def play_out(explorer: Copy | None, guide: Guide, worlds: Worlds, infos: list[di
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
     """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-    for name, (model, tokenizer) in models.items():
+    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
@@ -465,12 +468,12 @@ def main(args: Args) -> dict[str, float]:
     modules = {"network": network, "optimizer": optimizer, "texts": texts, "replay": replay}
 
     # --- a new run, or one that goes on
+    run = runs.folder(args, "lge_drrn")
     if args.resume:
-        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, torch.default_generator)
+        state = restore(run, modules, rng, torch.default_generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
         optimizer.param_groups[0]["lr"] = args.lr  # the saved state has brought back the old one
     else:
-        run = runs.folder(args.runs, args.env, "lge_drrn", args.seed)
         state = {"steps": 0, "episodes": 0, "updates": 0, "evaluations": [], "metrics": [], "samples": []}
     explorer = Copy(network, texts) if args.explorer == "drrn" else None  # it plays and gives targets (D1)
     runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
@@ -519,7 +522,7 @@ def main(args: Args) -> dict[str, float]:
         is_evaluated = step % args.eval_every == 0 or step == args.steps
         if step % args.log_every and not (is_evaluated or stopped):
             continue
-        metrics = {"iteration": step} | {tag: float(np.mean(values)) for tag, values in figures.items()}
+        metrics = {tag: float(np.mean(values)) for tag, values in figures.items()}
         metrics["memory/priority"] = replay.sizes()[0]
         metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
         if is_evaluated:
@@ -527,11 +530,7 @@ def main(args: Args) -> dict[str, float]:
             state["evaluations"].append(evaluation)
             metrics |= evaluation
             state["samples"] += transcripts
-        shown = [tag for tag in metrics if re.search("score|/q$", tag)]
-        print(f"{step:6d}" + "".join(f"  {tag} {metrics[tag]:.2f}" for tag in shown))
-        for tag in metrics.keys() - {"iteration"}:
-            writer.add_scalar(tag, metrics[tag], step)
-        state["metrics"].append(metrics)
+        state["metrics"].append(runs.log(writer, step, metrics, "score|/q$"))
         is_last = bool(stopped)
         if is_evaluated or is_last:
             # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
@@ -540,13 +539,11 @@ def main(args: Args) -> dict[str, float]:
             state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
             state["modules"] = {name: module.state_dict() for name, module in modules.items()}
             state["rng"], state["generator"] = rng.bit_generator.state, torch.get_rng_state()
-        try:
+        with runs.saving(run, step):  # a full disk, say, ends nothing
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if is_evaluated or is_last:
                 save(run, state, {})
-        except (OSError, RuntimeError) as error:  # a full disk costs nothing that was learned
-            print(f"not saved at step {step}: {error}".splitlines()[0])
         if is_last:
             break
         figures, began = defaultdict(list), time.time()
@@ -566,12 +563,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        args = tyro.cli(Args)
-        if args.resume:  # the run's own arguments hold, unless given anew
-            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-            args = tyro.cli(Args, default=Args(**saved))
-        main(args)
-    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
-        sys.exit(2)
+    runs.cli(Args, main)

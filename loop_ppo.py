@@ -26,7 +26,6 @@ As in the authors' release, rollouts of hardly an advantage are left out before 
 import json
 import re
 import shutil
-import sys
 import time
 from collections import ChainMap, Counter, defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +39,6 @@ from typing import Literal
 import numpy as np
 import torch
 import transformers
-import tyro
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
@@ -52,23 +50,28 @@ from envs import runs
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
+    # --- run
     env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
-    max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
     seed: int = 1  # of everything random in the run
     iterations: int = 120  # rounds of rollouts and updates
     runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 2  # on the CPU; take one beside other work, and to resume to the bit
     world_threads: int = 2  # worlds that step at a time, while the model writes for the others
+    save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
 
+    # --- model
     model: str = ""  # a causal LM: folder or Hugging Face name; "" takes the world's in checkpoints/ (D1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
     lora: bool = False  # train low-rank adapters only (needs the package peft)
     lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: 16, 32)
     gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
 
+    # --- data
+    max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
     tasks: int = 16  # tasks in an iteration (paper: 40)
     rollouts: int = 6  # K, rollouts of each task (paper: 6)
     worlds: int = 150  # rollouts that are played at a time, also in evaluations; a multiple of K
@@ -78,6 +81,7 @@ class Args:
     finish_all: float = 0.9  # rollouts stop when this share of all has ended ... (paper: 0.9)
     finish_each: int = 4  # ... and so many of each task; those cut off leave their group (paper: 4)
 
+    # --- algorithm
     level: Literal["token", "turn", "trajectory"] = "token"  # what a ratio belongs to: E3, E4 or E5
     normalise: bool = False  # E6 instead of E1 (GRPO, and LOOP RwNorm)
     epochs: int = 2  # passes over the rollouts of an iteration (paper: 2; RLOO and GRPO: 1)
@@ -92,9 +96,9 @@ class Args:
     anneal_lr: bool = True  # it falls to zero over the iterations (D3)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
 
+    # --- evaluation
     eval_every: int = 20  # iterations between evaluations
     eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
-    save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
@@ -187,7 +191,8 @@ def load(auto, source: str, args: Args):
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {error}") from error
+        why = runs.why_not_loaded(source, error)
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
@@ -490,14 +495,14 @@ def behaviour(played: list[Trajectory], world) -> dict[str, float]:
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
     """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-    for name, (model, tokenizer) in models.items():
+    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
@@ -548,20 +553,21 @@ def main(args: Args) -> dict[str, float]:
     modules = {"parameters": parameters, "optimizer": optimizer}
 
     # --- a new run, or one that goes on
+    run = runs.folder(args, "loop_ppo")
     if args.resume:
-        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, generator)
+        state = restore(run, modules, rng, generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
-        run, evaluation = (
-            runs.folder(args.runs, args.env, "loop_ppo", args.seed),
-            evaluate(model, args, "dev"),
-        )
+        evaluation = evaluate(model, args, "dev")
         state = {"iteration": 0, "episodes": 0, "metrics": [], "samples": []}
         state |= {"warm_start": evaluation, "evaluation": evaluation}
     runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
     print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
+    if not args.resume:
+        start = {f"eval/{name}": figure for name, figure in evaluation.items()}
+        state["metrics"].append(runs.log(writer, 0, start, "return|success$"))
     stopped = runs.stop_signals()  # Ctrl-C ends the iteration that it falls into
 
     for iteration in range(state["iteration"] + 1, args.iterations + 1):
@@ -587,15 +593,11 @@ def main(args: Args) -> dict[str, float]:
         if iteration % args.eval_every == 0 or is_last:
             state["evaluation"] = evaluate(model, args, "dev")
             metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
-        for tag, figure in metrics.items():
-            writer.add_scalar(tag, figure, iteration)
-        state["metrics"].append({"iteration": iteration} | metrics)
+        state["metrics"].append(runs.log(writer, iteration, metrics, "return|success$|no_op|filtered"))
         for t in [t for i, t in enumerate(played) if i < args.rollouts or t.fate != "ended"]:
             sample = {"answer": t.answer, "return": t.total, "fate": t.fate, "text": t.text}
             state["samples"].append({"iteration": iteration} | sample)
-        shown = [tag for tag in metrics if re.search("return|success$|no_op|filtered", tag)]
-        print(f"{iteration:4d}" + "".join(f"  {tag} {metrics[tag]:.2f}" for tag in shown))
-        try:
+        with runs.saving(run, iteration):  # a full disk, say, ends nothing
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if iteration % args.save_every == 0 or is_last or stopped:
@@ -603,8 +605,6 @@ def main(args: Args) -> dict[str, float]:
                 state["modules"] = {name: module.state_dict() for name, module in modules.items()}
                 state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
                 save(run, state, {"actor": (model, model.tokenizer)})
-        except (OSError, RuntimeError) as error:  # a full disk costs nothing that was learned
-            print(f"not saved at iteration {iteration}: {error}".splitlines()[0])
         if stopped:
             break
     writer.close()
@@ -624,12 +624,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        args = tyro.cli(Args)
-        if args.resume:  # the run's own arguments hold, unless given anew
-            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-            args = tyro.cli(Args, default=Args(**saved))
-        main(args)
-    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
-        sys.exit(2)
+    runs.cli(Args, main)

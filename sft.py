@@ -19,7 +19,6 @@ Differs from the paper; in brackets what undoes it (docs/sft.md has the reasons)
 import json
 import re
 import shutil
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,6 @@ from typing import Literal
 import numpy as np
 import torch
 import transformers
-import tyro
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,13 +41,18 @@ from envs import runs
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
+    # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds.md)
     seed: int = 1  # of everything random in the run
     runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    save_every: int = 200  # updates between lines of metrics, each with a checkpoint; Ctrl-C writes one, too
+
+    # --- model
     model: str = "tiny"  # tiny (a small Llama from nothing) or a causal LM: Hugging Face name or local folder
     width: int = 96  # hidden size of the tiny model; an attention head has 32 of it
     inner: int = 192  # hidden size of its feed-forward layers
@@ -58,22 +61,27 @@ class Args:
     vocabulary: int = 4000  # of its tokens, at most: words, numbers, pieces of words, bytes
     phrases: int = 0  # beyond these, whole lines of one token each, the most frequent ones
     context: int = 2048  # tokens of a dialogue, at most
+
+    # --- data
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player makes
     fresh: bool = False  # new ones for every epoch
     keep: float = 1.0  # share of the dialogues that is learned, the best by return (paper: 0.1)
-    reply_weight: float = 1.0  # in the loss, of a token of the replies (D3); one of the agent's has 1
     drills: int = 0  # random sequences that repeat, learned before all else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
+
+    # --- algorithm
+    reply_weight: float = 1.0  # in the loss, of a token of the replies (D3); one of the agent's has 1
     epochs: int = 3  # passes over the dialogues
     batch: int = 16  # dialogues in an update (paper, Table 3: 32)
     micro_batch: int = 0  # of these, how many are in memory at a time, and computed twice for it; 0: all
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon moves the matrices of the layers (D6)
     lr: float = 3e-3  # its peak (paper, Table 3: 2e-4, and 3e-4 for Filtered BC)
     warm_up: int = 50  # updates in which it rises to the peak; then it falls to zero, both linearly
+
+    # --- evaluation
     max_action_tokens: int = 48  # tokens after which an action is cut in the evaluation
     eval_episodes: int = 0  # tasks of the evaluation, from the first on; 0 takes all
-    save_every: int = 200  # updates between lines of metrics, each with a checkpoint; Ctrl-C writes one, too
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
@@ -243,7 +251,8 @@ def load(auto, source: str, args: Args):
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {error}") from error
+        why = runs.why_not_loaded(source, error)
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
@@ -318,14 +327,14 @@ def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
     """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-    for name, (model, tokenizer) in models.items():
+    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
+    torch.save(state, run / "checkpoint.tmp")
+    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
@@ -351,11 +360,12 @@ def main(args: Args) -> dict[str, float]:
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.default_generator  # of `generate`
     world = envs.make(args.env, **envs.options(args.world))
-    dialogues = read(world, args, 0)
 
-    # --- all that learns, as it starts
+    # --- the dialogues, and all that learns, as it starts
     is_tiny, auto = args.model == "tiny", transformers.AutoModelForCausalLM
-    model, tokenizer = make_tiny(dialogues, args) if is_tiny else load(auto, args.model, args)
+    loaded = None if is_tiny else load(auto, args.model, args)  # first, as dialogues may take minutes to make
+    dialogues = read(world, args, 0)
+    model, tokenizer = loaded or make_tiny(dialogues, args)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": args.max_action_tokens}
@@ -364,11 +374,11 @@ def main(args: Args) -> dict[str, float]:
     modules = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
 
     # --- a new run, or one that goes on
+    run = runs.folder(args, "sft")
     if args.resume:
-        run, state = Path(args.resume), restore(Path(args.resume), modules, rng, generator)
+        state = restore(run, modules, rng, generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
     else:
-        run = runs.folder(args.runs, args.env, "sft", args.seed)
         state = {"iteration": 0, "epoch": 0, "batch": 0, "metrics": [], "eval": {}, "warm_start_return": None}
         if not is_tiny:
             state["warm_start_return"] = envs.summarise(play(model, tokenizer, args, greedy=False))["return"]
@@ -390,21 +400,16 @@ def main(args: Args) -> dict[str, float]:
         for suffix in ("_greedy", "") if is_last else ():
             played = play(model, tokenizer, args, greedy=suffix == "_greedy")
             state["eval"] |= {f"eval/{name}{suffix}": x for name, x in envs.summarise(played).items()}
-            runs.write(run / "rollouts.jsonl", played[:8])
         if stopped or is_last or state["iteration"] % args.save_every == 0:
-            metrics = {tag: float(np.mean([row[tag] for row in rows if tag in row])) for tag in rows[-1]}
-            metrics |= state["eval"]
-            for tag, value in metrics.items():
-                writer.add_scalar(tag, value, state["iteration"])
-            state["metrics"].append({"iteration": state["iteration"]} | metrics)
-            runs.write(run / "metrics.jsonl", state["metrics"])
-            print(
-                f"{state['iteration']:6d}" + "".join(f"  {tag} {x:.4g}" for tag, x in metrics.items()),
-                flush=True,
-            )
+            metrics = runs.means(rows) | state["eval"]
+            state["metrics"].append(runs.log(writer, state["iteration"], metrics, ""))
             state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
             state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-            save(run, state | {"generator": generator.get_state()}, {"actor": (model, tokenizer)})
+            with runs.saving(run, state["iteration"]):  # a full disk, say, ends nothing
+                runs.write(run / "metrics.jsonl", state["metrics"])
+                if is_last:
+                    runs.write(run / "rollouts.jsonl", played[:8])
+                save(run, state | {"generator": generator.get_state()}, {"actor": (model, tokenizer)})
             rows = []
         if stopped:
             break
@@ -419,12 +424,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        args = tyro.cli(Args)
-        if args.resume:  # the run's own arguments hold, unless given anew
-            saved = json.loads(Path(args.resume, "args.json").read_text(encoding="utf-8"))
-            args = tyro.cli(Args, default=Args(**saved))
-        main(args)
-    except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        print(f"{Path(__file__).name}: {error}".splitlines()[0], file=sys.stderr)
-        sys.exit(2)
+    runs.cli(Args, main)

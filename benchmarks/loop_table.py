@@ -140,7 +140,7 @@ def main(args: Args) -> str:
     def run_and_keep(cell: tuple[str, int]) -> None:
         summary = start | run_cell(args, *cell)
         (path,) = folder_of(args, *cell).glob("*/summary.json")
-        logged = read_lines(path.with_name("metrics.jsonl"))
+        logged = [row for row in read_lines(path.with_name("metrics.jsonl")) if row["iteration"] > 0]
         curves = {tag: [round(100 * row.get(tag, 0.0), 1) for row in logged] for tag in CURVES}
         with lock:
             found[cell] = about | {"method": cell[0], "seed": cell[1], "summary": summary, "curves": curves}

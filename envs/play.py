@@ -15,6 +15,7 @@ from pathlib import Path
 import gymnasium.error
 
 import envs
+from envs.runs import why_not_loaded
 
 QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
 
@@ -81,7 +82,7 @@ class Agent:
             if report["missing_keys"] or self.tokenizer.eos_token is None:
                 raise ValueError("weights or the end token are missing")
         except Exception as error:  # what a folder can hold has no end, nor have the errors
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = why_not_loaded(folder, error)
             raise ValueError(f"{folder} is no folder of a causal language model: {reason}") from error
         if seed is not None:
             torch.manual_seed(seed)

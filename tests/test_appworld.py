@@ -541,7 +541,7 @@ def test_loop_trains_on_it(fake, tmp_path):
     tiny += " --layers 1 --max-action-tokens 8 --max-difficulty 1 --drills 16"
     said = run_with(fake, "loop_ppo.py", "--env", "appworld", "--runs", str(tmp_path / "runs"), *tiny.split())
     (run,) = (tmp_path / "runs").iterdir()
-    (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    _, row = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert row["rollout/broken"] == 0 and row["rollout/length"] > 1
     played = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert {rollout["answer"] for rollout in played} <= {"ain0_1", "ain1_1"}  # of difficulty 1

@@ -756,6 +756,17 @@ def test_critic_update_is_E1_and_E2(actor, world, loss):
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-3)
 
 
+def test_of_returns_that_are_all_alike_nothing_is_explained(actor):
+    """The share of no variance is no number, which the log shows as such; it was minus many millions."""
+    played = [d | {"rewards": [0.0] * len(d["actions"])} for d in play("toy", actor, n=4)[0]]
+    critic = critic_of(actor)
+    metrics = archer.critic_update(
+        critic, copy.deepcopy(critic), still(critic), played, small(critic_loss="mc")
+    )
+    assert math.isnan(metrics.pop("critic/explained_variance"))
+    assert all(math.isfinite(figure) for figure in metrics.values())
+
+
 def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
     """The gradient goes into the critic only; then the target makes its Polyak step."""
     played = with_rewards(play("toy", actor, n=4)[0])
@@ -1243,7 +1254,7 @@ def test_every_switch_runs(tmp_path, folders, changes):
         pytest.skip(problem)
     changes = {key: folders.get(value, value) for key, value in changes.items()}
     run, summary = go(tmp_path / "runs", folders, **changes)
-    rows = lines_of(run)
+    _, *rows = lines_of(run)
     assert [row.pop("iteration") for row in rows] == [1, 2] and math.isfinite(summary["eval_return"])
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
     assert (rows[-1]["actor/baseline_loss"] > 0) == changes.get("baseline", False)
@@ -1259,7 +1270,7 @@ def test_a_run_on_the_gpu(tmp_path, folders, changes):
     changes = {key: folders.get(value, value) for key, value in changes.items()} | {"device": "cuda"}
     run, _ = go(tmp_path, folders, **changes)
     archer.main(small(runs=tmp_path, resume=run, iterations=4, actor=folders["LLAMA"], **changes))
-    assert [row["iteration"] for row in lines_of(run)] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4]
 
 
 def test_the_page_explains_what_is_logged_and_nothing_else(finished):
@@ -1330,6 +1341,7 @@ def test_a_checkpoint_is_whole_and_loads_elsewhere(finished):
         "critic",
         "args.json",
         "checkpoint.pt",
+        "lock",
         "metrics.jsonl",
         "rollouts.jsonl",
         "summary.json",
@@ -1347,7 +1359,7 @@ def test_a_checkpoint_is_whole_and_loads_elsewhere(finished):
 
 def test_a_run_starts_from_what_another_has_learned(finished, tmp_path, folders):
     run, _ = go(tmp_path, folders, actor=finished[0] / "actor", critic=finished[0] / "critic", iterations=1)
-    assert len(lines_of(run)) == 1
+    assert [row["iteration"] for row in lines_of(run)] == [0, 1]
 
 
 # --------------------------------------------------------------------------- dialogues that are too long
@@ -1356,7 +1368,7 @@ def test_a_dialogue_longer_than_the_context_is_cut_and_counted(folders, tmp_path
     options = {"actor": folders["SHORT"], "env": "twenty-questions-subset", "eval_every": 3, "warmup": 1}
     run, _ = go(tmp_path, folders, iterations=6, **options)
     archer.main(small(resume=run, runs=tmp_path, iterations=9, **options))
-    rows = lines_of(run)
+    _, *rows = lines_of(run)
     assert [row["iteration"] for row in rows] == list(range(1, 10))
     assert all(row["rollout/cut"] > 0.5 and row["rollout/truncated"] >= row["rollout/cut"] for row in rows)
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
@@ -1376,7 +1388,7 @@ def test_what_is_no_text_finds_room_when_it_is_read_again(folders, tmp_path, tok
     model.save_pretrained(tmp_path / "odd")
     tokenizer.save_pretrained(tmp_path / "odd")
     run, _ = go(tmp_path / "runs", folders, actor=tmp_path / "odd", env="twenty-questions-subset")
-    assert [row["rollout/cut"] for row in lines_of(run)] == [1.0, 1.0]
+    assert [row["rollout/cut"] for row in lines_of(run)[1:]] == [1.0, 1.0]
     assert any("\ufffd" * 4 in action for d in lines_of(run, "rollouts.jsonl") for action in d["actions"])
 
 
@@ -1461,7 +1473,7 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, folders, monkeypatch, number,
 
     monkeypatch.setattr(archer, "critic_update", update)
     stopped, summary = go(tmp_path / "stopped", folders, **options)
-    assert [row["iteration"] for row in lines_of(stopped)] == [1, 2] and summary["episodes"] == 12
+    assert [row["iteration"] for row in lines_of(stopped)] == [0, 1, 2] and summary["episodes"] == 12
     assert "stopping after this iteration" in capsys.readouterr().out
     monkeypatch.undo()
     go(tmp_path / "stopped", folders, resume=stopped, **options)
@@ -1505,7 +1517,7 @@ def test_a_nan_is_one_line_and_the_last_checkpoint_is_whole(tmp_path, folders, m
     (run,) = tmp_path.iterdir()
     assert [path for path in run.rglob("*") if ".tmp" in path.name] == [] and len(lines_of(run)) >= 2
     go(tmp_path, folders, resume=run, iterations=9)
-    assert [row["iteration"] for row in lines_of(run)] == list(range(1, 10))
+    assert [row["iteration"] for row in lines_of(run)] == list(range(10))
 
 
 @pytest.mark.parametrize("where", ["metrics", "checkpoint", "folder"])
@@ -1549,7 +1561,7 @@ def test_a_disk_that_is_really_full(tmp_path, folders, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert re.findall(r"^not saved at iteration (\d)", capsys.readouterr().out, re.M) == ["1", "2"]
-    assert len(lines_of(run)) == 2 and (run / "summary.json").exists() and summary["episodes"] == 12
+    assert len(lines_of(run)) == 3 and (run / "summary.json").exists() and summary["episodes"] == 12
 
 
 # ----------------------------------------------------------------------------------------- bad input
@@ -1578,6 +1590,12 @@ def test_a_missing_folder_is_one_line_that_says_how_to_make_it(folders, tmp_path
         said = one_line(capsys, *tiny, *[word for pair in given.items() for word in pair])
         assert str(tmp_path / "is/not/there") in said and "sft.py" in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_critic_is_seen_before_anything_is_played(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(archer, "rollout", None)
+    with pytest.raises(ValueError, match=r"nowhere; .* there is no such folder$"):
+        go(tmp_path / "runs", folders, critic=str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("option", ["--actor", "--critic"])
@@ -1677,10 +1695,11 @@ def test_misuse_is_one_line_and_leaves_nothing_behind(folders, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("option", ["--dtype", "--critic-loss"])
-def test_a_choice_that_there_is_not(tmp_path, capsys, option):
+def test_a_choice_that_there_is_not(monkeypatch, capsys, option):
     """A loss that is none of the three must not quietly become one of them."""
+    monkeypatch.setattr(sys, "argv", ["archer.py", option, "sarsa"])
     with pytest.raises(SystemExit) as caught:
-        archer.tyro.cli(archer.Args, args=[option, "sarsa"])
+        archer.runs.parse(archer.Args, archer.Args())
     assert caught.value.code == 2 and "sarsa" in capsys.readouterr().err
 
 
@@ -1692,7 +1711,7 @@ def test_resume_on_the_command_line_keeps_the_runs_arguments(finished, tmp_path,
     options = [*form.replace("RUN", str(run)).split(), "--iterations", "5", "--no-center"]
     monkeypatch.setattr(sys, "argv", ["archer.py", *options])
     runpy.run_path(str(ROOT / "archer.py"), run_name="__main__")
-    assert timeless(run)[:4] == timeless(finished[0]) and len(lines_of(run)) == 5
+    assert timeless(run)[:5] == timeless(finished[0]) and len(lines_of(run)) == 6
     assert json.loads((run / "args.json").read_text()) == saved | {"iterations": 5, "center": False}
     assert replace(archer.Args(**saved), resume="").resume == ""
 

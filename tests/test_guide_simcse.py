@@ -670,13 +670,19 @@ def one_line(capsys) -> str:
         ({"encoder": "/nowhere"}, "/nowhere cannot be loaded"),
         ({"lr": -1.0}, "learning rate: -1.0"),
         ({"width": 100}, "hidden size (100)"),
-        ({"resume": "/nowhere"}, "/nowhere/args.json"),
+        ({"resume": "/nowhere"}, "there is no folder /nowhere"),
     ],
     ids=str,
 )
 def test_bad_arguments_are_one_line(tmp_path, data, changes, said, capsys, monkeypatch):
     run_command(monkeypatch, small(runs=str(tmp_path / "runs"), **{**data, **changes}))
     assert said in one_line(capsys) and not (tmp_path / "runs").exists()
+
+
+def test_a_missing_encoder_is_seen_before_data_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(guide, "load_data", None)
+    with pytest.raises(ValueError, match=r"^/nowhere cannot be loaded: there is no such folder$"):
+        guide.main(small(runs=str(tmp_path / "runs"), encoder="/nowhere"))
 
 
 def run_command(monkeypatch, args: guide.Args) -> None:
@@ -717,6 +723,7 @@ def test_without_scienceworld_and_without_data(tmp_path, capsys, monkeypatch):
 def test_a_full_disk_is_one_line_and_costs_no_more_than_an_iteration(tmp_path, data):
     """Files may not grow beyond 60 kB in the second run; the checkpoint of the first is still there."""
     run, _ = go(tmp_path / "runs", **data, iterations=2)
+    guide.runs.LOCKS.clear()  # this process is done with it, another goes on
     code = (
         "import resource, runpy, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -726,7 +733,8 @@ def test_a_full_disk_is_one_line_and_costs_no_more_than_an_iteration(tmp_path, d
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert result.returncode == 2 and f"--resume {run}" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and f"{run}: not saved at iteration 4" in result.stderr, result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert checkpoint_of(run)["iteration"] == 2
     guide.main(small(resume=str(run), iterations=4, **data))
     assert [row["iteration"] for row in lines_of(run)] == [1, 2, 3, 4]

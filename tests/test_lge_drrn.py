@@ -476,7 +476,7 @@ def test_a_full_disk_does_not_end_the_run(house, tmp_path, monkeypatch, capsys, 
 
     monkeypatch.setattr(owner, name, fails_once)
     folder, summary = run(tmp_path)
-    assert re.search(f"not saved at step 12: {FULL}$", capsys.readouterr().out, re.M)
+    assert re.search(f"not saved at iteration 12: {FULL}$", capsys.readouterr().out, re.M)
     assert summary["steps"] == 24 and state_of(folder)["steps"] == 24 and len(logged(folder)) == 6
     assert not list(folder.glob("*.tmp"))
 

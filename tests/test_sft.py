@@ -4,7 +4,6 @@ The worlds are toys defined here: one says a word that must be said again, and i
 other one's text is written anew every turn. The models have one layer.
 """
 
-import ast
 import json
 import os
 import random
@@ -519,12 +518,16 @@ def test_the_tiny_model_is_what_the_flags_say(tiny):
 
 
 def parsed() -> sft.Args:
-    """The command line's arguments, as at the end of the script."""
-    tree = ast.parse(Path(sft.__file__).read_text(encoding="utf-8"))
-    lines = tree.body[-1].body[0].body[:-1]  # what is tried, but for the call of main
-    names = dict(vars(sft))
-    exec(compile(ast.Module(lines, []), "sft.py", "exec"), names)
-    return names["args"]
+    """The command line's arguments, as `main` gets them."""
+    found = []
+    sft.runs.cli(sft.Args, found.append)
+    return found[0]
+
+
+def test_a_missing_model_is_seen_before_dialogues_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "read", None)
+    with pytest.raises(ValueError, match=r"nowhere; .* there is no such folder$"):
+        sft.main(small(tmp_path, model=str(tmp_path / "nowhere")))
 
 
 def test_what_load_says_of_bad_folders(tiny, tmp_path):
