@@ -21,30 +21,8 @@ from gymnasium.utils.env_checker import check_env
 import envs
 from envs.adapt import Adapted
 from envs.datasets import dialogue
+from envs.fuzz import HOSTILE
 
-HOSTILE = [
-    "",
-    " ",
-    "\n",
-    "\nIs it a dog?",
-    "Is it a dog?\nIs it a cat?",
-    "  \t Is it \r a dog?  ",
-    "?" * 5000,
-    "a" * 1_000_000,
-    "is it " * 200_000,
-    "\x00\x07\x1b[31mred\x1b[0m\x7f",
-    "[[[((({{{<<<|*+?.^$\\",
-    "\\b(?:a+)+$" * 10,
-    "これは動物ですか？ هل هو حيوان؟ Это животное?",
-    "🐕" * 300,
-    "\ud800 lone surrogate",
-    "search[\udfff] \ud83d\ud83d\udc15 Is it a \udc00?",
-    "\u2028 \u2029 \x85 \x0b \x0c lines of other kinds",
-    "</s><pad><|endoftext|>",
-    "Yes.",
-    "Questions:",
-    "Invalid Question.",
-]
 WITHOUT = {  # what a world may have, and what happens without it
     "append_only": "what step returns is put behind all that was said",
     "num_tasks": "the tasks are the seeds 0 to 99",

@@ -24,7 +24,6 @@ from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 import envs
 import envs.check
 import envs.play
-from envs.check import HOSTILE
 from envs.datasets import dialogue
 from envs.fuzz import HOSTILE
 
