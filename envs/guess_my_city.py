@@ -175,7 +175,7 @@ def answers_on(topic: str, sentence: str) -> dict[str, str]:
         shared = Counter(answers.values())
         rare = {answer for answer, n in shared.items() if n < FACTS["least_shared"]}
         if rare == {REFUSED}:  # to be refused must not give a city away either
-            rare = {min(set(shared) - {REFUSED}, key=lambda answer: shared[answer])}
+            rare = {min(sorted(set(shared) - {REFUSED}), key=lambda answer: shared[answer])}
         if not rare:
             return answers
         answers = {city: REFUSED if answer in rare else answer for city, answer in answers.items()}

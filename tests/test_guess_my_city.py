@@ -2,8 +2,11 @@
 and the players."""
 
 import doctest
+import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from functools import partial
@@ -663,3 +666,20 @@ def test_a_folder_without_a_model_is_named(tmp_path):
         envs.Unavailable, match=r"^guess-my-city: the oracle [^\n]* does not exist; give [^\n]*$"
     ):
         envs.make("guess-my-city", oracle=tmp_path / "nowhere")
+
+
+def test_answers_do_not_depend_on_the_seed_of_hashes():
+    """Of two answers that are equally rare the same one is refused in every process."""
+    code = "from envs.guess_my_city import ANSWERS; print(ANSWERS)"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "0235"
+    }
+    assert len(said) == 1
