@@ -42,7 +42,7 @@ COMMANDS = {
     "webshop": "python sft.py --env webshop --vocabulary 1500 --phrases 100 --width 64 --inner 128"
     f" --demonstrations 16000 --epochs 4 --batch 32 {MUON}",
     "apps": "python sft.py --env apps --world split=dev --layers 2 --init 0.02 --reply-weight 0"
-    " --drills 9600 --demonstrations 16000 --exchanged 0.25 --epochs 3 --vocabulary 3200 --save-every 100",
+    " --drills 9600 --demonstrations 32000 --exchanged 0.4 --epochs 5 --vocabulary 3200 --save-every 100",
 }
 MEGABYTES, ALL_MEGABYTES = 2, 10  # of the weights of one, and of all the folders together
 
