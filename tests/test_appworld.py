@@ -531,7 +531,7 @@ def test_it_keeps_to_what_every_world_does(fake):
     said = run_with(
         fake, "-m", "pytest", "tests/test_envs.py", "-q", "-k", "appworld", "-p", "no:cacheprovider"
     )
-    assert re.search(r"\b1[0-9] passed, 1 skipped", said), said
+    assert re.search(r"\b[12][0-9] passed, 1 skipped", said), said
 
 
 @pytest.mark.skip(reason="loop_ppo.py starts from a checkpoint now; this still makes its model in the run")
@@ -714,4 +714,4 @@ def test_with_the_package_it_keeps_to_what_every_world_does(real):
     said = run_with(
         real, "-m", "pytest", "tests/test_envs.py", "-q", "-k", "appworld", "-p", "no:cacheprovider"
     )
-    assert re.search(r"\b1[0-9] passed, 1 skipped", said), said
+    assert re.search(r"\b[12][0-9] passed, 1 skipped", said), said
