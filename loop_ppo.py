@@ -499,6 +499,7 @@ def save(run: Path, state: dict, models: dict) -> None:
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(runs.card(run, name), encoding="utf-8")
         shutil.rmtree(run / name, ignore_errors=True)
         temporary.rename(run / name)
     torch.save(state, run / "checkpoint.tmp")

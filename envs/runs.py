@@ -204,6 +204,30 @@ def write(path: Path, records: list[dict], indent: int | None = None) -> None:
     temporary.replace(path)
 
 
+def card(run: Path, name: str) -> str:
+    """The README.md of a saved model, which Hugging Face shows: what it is, and how it is spoken to."""
+    known = run / "args.json"
+    args = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
+    logged = (run / "metrics.jsonl").read_text(encoding="utf-8") if (run / "metrics.jsonl").exists() else ""
+    rows = [row for line in logged.splitlines() if "eval/return" in (row := json.loads(line))]
+    rows = [
+        {tag: row[tag] for tag in row if tag in ("iteration", "eval/return", "eval/return_greedy")}
+        for row in rows
+    ]
+    start = args.get("actor") or args.get("model") or args.get("encoder") or "the ready-made checkpoint"
+    return f"""# {name}, trained in the world {args.get("env", "?")}
+
+Saved by {Path(sys.argv[0]).name} of TurnRL in the run {run.name}.
+
+| | |
+|---|---|
+| started from | {start} |
+| last evaluation | {json.dumps(rows[-1]) if rows else "see metrics.jsonl of the run"} |
+| prompt | what the world says; then action, end token, reply, action, end token ... each tokenised apart |
+| licence | that of what it started from; MIT where that is of TurnRL itself |
+"""
+
+
 @contextmanager
 def saving(run: Path, iteration: int) -> Iterator[None]:
     """What cannot be written in this context costs nothing that was learned: the run says so and goes on.

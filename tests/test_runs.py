@@ -249,3 +249,15 @@ def test_why_there_is_no_model(tmp_path):
     for path in (f"{tmp_path}/no", "./no", "runs/RUN/actor"):
         assert runs.why_not_loaded(path, error) == "there is no such folder"
     assert runs.why_not_loaded("gpt3", error) == "there is no such folder; as a name: first"
+
+
+def test_a_saved_model_says_what_it_is(tmp_path):
+    run = tmp_path / "apps__loop_ppo__1__now"
+    run.mkdir()
+    (run / "args.json").write_text(json.dumps({"env": "apps", "model": "some/model"}))
+    assert "see metrics.jsonl" in runs.card(run, "actor")
+    rows = [{"iteration": 0, "eval/return": 0.1}, {"iteration": 1, "loss": 2.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    card = runs.card(run, "actor")
+    assert card.startswith("# actor, trained in the world apps\n") and "| some/model |" in card
+    assert '{"iteration": 0, "eval/return": 0.1}' in card

@@ -794,7 +794,7 @@ def test_killed_and_resumed_to_the_bit(tmp_path):
     options = [sys.executable, str(ROOT / "sft.py"), *words, "--runs", str(tmp_path / "killed")]
     process = subprocess.Popen(options, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
     deadline = time.time() + 200
-    while time.time() < deadline and not list(tmp_path.glob("killed/*/actor")):
+    while time.time() < deadline and not list(tmp_path.glob("killed/*/checkpoint.pt")):
         time.sleep(0.01)
     process.kill()
     process.communicate()
