@@ -583,7 +583,7 @@ HOW_TO_RUN = [
     ("python benchmarks/scienceworld_speed.py", "--worlds 1 --steps 2 --warm-up 2", ""),
     ("python benchmarks/knowledge.py", "", ""),
     ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --max-action-tokens 4", ""),
-    ("python -m envs.play twenty-questions --agent", "", "No.\n" * 30),
+    ("python -m envs.play twenty-questions --agent", "", "No.\nc\n"),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python benchmarks/plot.py", "", ""),
     ("python -m envs.view", "", ""),
@@ -712,6 +712,15 @@ def test_the_map_of_the_files_is_true():
     assert [name for name in named - written if not list(ROOT.rglob(name))] == []
     sources = {path.name for path in SOURCES} | {path.name for path in ROOT.glob("docs/*.md")}
     assert sources - named == set()
+
+
+def test_the_readmes_python_runs(clone):
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    (clone / "snippet.py").write_text(code)
+    result = run(sys.executable, "snippet.py", cwd=clone)
+    assert result.returncode == 0 and result.stdout.startswith("Questions:\n"), result.stderr[-2000:]
 
 
 def test_the_readme_has_the_two_commands_on_one_line_each():
