@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -502,7 +503,7 @@ def test_a_script_is_taken_away_with_three_files(actor, tmp_path):
     }
     result = subprocess.run(command, cwd=tmp_path, env=quiet, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert len((run_of(tmp_path / "runs") / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len((run_of(tmp_path / "runs") / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("script", ["archer", "loop_ppo", "sft", "archer_offline_iql"])
@@ -525,5 +526,6 @@ def test_a_file_that_was_left_behind_is_named(monkeypatch):
 
 
 def test_a_run_has_a_name_that_any_disk_takes(tmp_path):
-    name = runs.folder(str(tmp_path), "some_package/a:World-v0", "archer", 1).name
+    args = SimpleNamespace(runs=str(tmp_path), env="some_package/a:World-v0", seed=1, name="", resume="")
+    name = runs.folder(args, "archer").name
     assert name.startswith("some_package-a-World-v0__archer__1__")
