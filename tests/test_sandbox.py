@@ -163,7 +163,8 @@ ATTACKS = {
     "a pattern": ("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", "TimeoutError|" + STOPPED),
     "a string": ("'x' * 10 ** 11", "MemoryError"),
     "a list": ("x = []\nwhile True: x.append('x' * 10 ** 6)", "MemoryError|Timeout"),
-    "no memory for the next turn": (FILL, "^$|TimeoutError"),  # which comes first: the memory's end or the time's
+    # Which comes first: the end of the memory, or that of the time?
+    "no memory for the next turn": (FILL, "^$|TimeoutError"),
     "recursion": ("def f(): f()\nf()", "RecursionError"),
     "recursion without a limit": ("import sys\nsys.setrecursionlimit(10 ** 9)", GONE),
     "brackets": ("eval('(' * 1000 + ')' * 1000)", "SyntaxError|MemoryError|" + STOPPED),
