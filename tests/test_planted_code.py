@@ -93,7 +93,7 @@ def guides_data(script: str, folder: Path) -> list[str]:
     return ["--train-data", train, "--eval-data", to_file(folder / "guide_dev_1.jsonl.gz", toy_eval())]
 
 
-@pytest.mark.parametrize("kind", ["model", "tokenizer", "pickle"])
+@pytest.mark.parametrize("kind", ["model", "tokenizer"])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_code_in_a_models_folder_is_not_run(flag, kind, refused, tmp_path):
     script, *words = FLAGS[flag]
@@ -105,7 +105,7 @@ def test_code_in_a_models_folder_is_not_run(flag, kind, refused, tmp_path):
     assert not witness.exists() and "planted" in said
 
 
-@pytest.mark.parametrize("kind", ["model", "tokenizer", "pickle", "checkpoint"])
+@pytest.mark.parametrize("kind", ["model", "tokenizer", "checkpoint"])
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if not flag.startswith("play")])
 def test_code_behind_a_runs_folder_is_not_run(flag, kind, refused, tmp_path):
     """Its args.json names the planted folder, or its checkpoint.pt is a pickle that does something."""
@@ -124,7 +124,7 @@ def test_code_behind_a_runs_folder_is_not_run(flag, kind, refused, tmp_path):
     assert not witness.exists() and ("planted" in said or "checkpoint.pt" in said)
 
 
-@pytest.mark.parametrize("kind", ["model", "tokenizer", "pickle"])
+@pytest.mark.parametrize("kind", ["model", "tokenizer"])
 def test_code_in_an_oracles_or_a_guides_folder_is_not_run(kind, tmp_path, monkeypatch):
     witness = plant(tmp_path / "planted", kind)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
