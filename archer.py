@@ -1,13 +1,12 @@
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
     python archer.py --env twenty-questions
-    python archer.py --env twenty-questions-subset
     python archer.py --actor gpt2 --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # lower than Table 3
     python archer.py --resume runs/...
 
 The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
-dialogue s. The actor works on tokens, on-policy: it writes a new utterance in a replayed dialogue, and its
-advantage rewards all its tokens. Both start from a checkpoint, by default a small one in checkpoints/.
+dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues, and the
+advantage of each rewards all its tokens. Both start from a checkpoint, by default one in checkpoints/.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
@@ -17,12 +16,12 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
   E6  V(s)   <- upper expectile of Qbar(s,a) over the data Eq. 6      value_loss
 Differs from the paper; in brackets what undoes it (docs/archer.md has the reasons at length):
-  D1  A KL penalty to the actor of the start (--kl 0): else it drifts to gibberish that a young critic likes.
+  D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts to gibberish.
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
-  D3  Advantages minus their batch mean (--no-center), which averages 0 only if the critic is exact.
+  D3  The batch mean is subtracted from the advantages (--no-center); an exact critic would make it 0.
   D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
-  D5  Rates, batches, buffer, warm-up and numbers of updates are tuned to a tiny model, not Table 3's.
-  D6  The actor's learning rate falls linearly to zero (--no-anneal-lr): late noise undoes less.
+  D5  Rates, batches, buffer, warm-up and numbers of updates are tuned for a tiny model; Table 3 has others.
+  D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one new utterance in each state.
   D8  The baseline of E4 is a head on the actor's hidden states; in the paper it is a network of its own.
 """
@@ -55,24 +54,24 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
-    seed: int = 1  # of all random numbers of the run
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    seed: int = 1  # of all random numbers of the run; from 0 on
     iterations: int = 40  # rounds of rollouts, critic updates and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # causal LM, folder or Hugging Face name; "": checkpoints/ID, ID its demonstration_env
+    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
     critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
 
     # --- data
     rollouts: int = 128  # dialogues played in an iteration (paper: 128)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
-    temperature: float = 1.0  # of sampling, and so of scoring
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
@@ -81,16 +80,16 @@ class Args:
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
     critic_batch: int = 32  # dialogues in an update of the critic (paper: 256 utterances)
     critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
-    warmup: int = 5  # iterations before the actor moves (paper: 20 or 10)
+    warmup: int = 5  # iterations before the actor moves (paper: 20 or 10; 0: none)
     gamma: float = 0.95  # discount of an utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
     expectile: float = 0.9  # of E6, for --critic-loss iql
 
     actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D5)
-    anneal_lr: bool = True  # the actor's learning rate falls to zero from its first update on (D6)
-    actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3)
+    anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
+    actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3; 0: none)
     actor_batch: int = 64  # dialogues in an update of the actor (paper: 256 utterances)
-    kl: float = 0.05  # price of a nat of KL from the actor of the start (D1), in units of the return
+    kl: float = 0.05  # price of a nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
@@ -103,7 +102,7 @@ class Args:
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is a dict: n "actions", n "rewards", n + 1 "observations", each a whole state, and so on.
 # Batches are flat: a tensor [N] has an entry for each action of all dialogues, none for last observations.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves: each piece of text is tokenised once
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -111,7 +110,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's text before the first prompt, from reply to prompt, from prompt to reply; or ""."""
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
     if not tokenizer.chat_template:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
@@ -148,16 +147,16 @@ def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tup
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
 # 2 the twin critics, B rows, T columns; in `speak` S states of a row, C columns visible, L tokens written.
 def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> torch.Tensor:
-    """E1: r + gamma * Vbar(s') [N, 2], each of the twins from its own; Vbar(s') is 0 behind the last turn.
+    """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
-    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0], [0.0]]), 0.5).tolist()
-    [[-2.0], [0.0]]
+    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
+    [[-2.0, -3.0], [0.0, 0.0]]
     """
     return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (mean square over the twins, as in E1), E6 above it (V leans to the best Qbar)."""
+    """E2 at expectile 0.5 (half the sum over the twins: their mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -204,19 +203,22 @@ def load(auto, source: str, args: Args):
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
         why = runs.why_not_loaded(source, error)
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes one: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
 def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
-    """Dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
+    """Packs dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
 
-    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, they
-    are the actions taken, in their places. Returns (ids [B, T], positions [B, T], visible [B, query, key]);
+    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, the
+    actions taken are the utterances, in their places. Returns ids, positions [B, T], visible [B, query, key];
     the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
     """
     rows, spans = lay_out(dialogues, tokenizer)
     # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
+    # A row "s s a s a" and "b b", "c c" in its states:  position  0 1 2 3 4  2 3  4 5
+    #                                                   seen      1 2 3 4 5  2 2  4 4
+    #                                                   fork      0 0 0 0 0  1 1  2 2
     tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
     columns = [[*range(first - 1, end)] for _, first, end in spans]
     for n, ids in enumerate(utterances or []):
@@ -243,7 +245,7 @@ def read(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None) -> torc
 
 
 def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args: Args):
-    """For all M utterance tokens: logits that predict each [M, V], its id, hidden state before it, its n."""
+    """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
     batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = read(actor.base_model, *batch, args.dtype)
     pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # n, before, at
@@ -302,7 +304,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """What critic and world get of an utterance: line 1, stripped, even in a world that takes more lines."""
+    """The part of an utterance that critic and world receive: its first line, stripped."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
@@ -310,11 +312,11 @@ def spoken(tokenizer, ids: list[int]) -> str:
 def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
     """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
 
-    A row is read once for all its states. Returns ids [N][...], with the end token if it came, log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
     """
     B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
     ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
-    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])
+    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any state
     is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
     column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
     causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
@@ -323,14 +325,14 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
     visible_BSC = column_BC[:, None] < start_BS[..., None]
     token_BS, open_BS, steps = None, is_state_BS, []
     while open_BS.any() and len(steps) < args.max_action_tokens:
-        if steps:  # read the token just written: it sees its own beginning of the row and its own tokens
+        if steps:  # read the tokens just written: S more columns in the cache, each for its own state alone
             visible_BSC = torch.cat([visible_BSC, torch.eye(S, dtype=torch.bool).expand(B, S, S)], -1)
             position_BS = start_BS + len(steps) - 1
             hidden_BSH = read(actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, cache)
         logp_BSV = (actor.get_output_embeddings()(hidden_BSH) / args.temperature).log_softmax(-1)
         if greedy:
             token_BS = logp_BSV.argmax(-1)
-        else:  # the first token whose cumulative probability exceeds a uniform number
+        else:  # the first token whose cumulative probability reaches a uniform number
             u_BS1 = torch.rand(B, S, 1, generator=generator, device=generator.device)
             token_BS = (logp_BSV.exp().cumsum(-1) < u_BS1).sum(-1).clamp(max=logp_BSV.shape[-1] - 1)
         logp_BS = logp_BSV.gather(-1, token_BS[..., None])[..., 0]
@@ -343,11 +345,11 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
 def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
     """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
-    `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
-    Four utterances' room: re-read, a byte that is not UTF-8 (as U+FFFD) is up to 3 tokens; and the end token.
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2. A dialogue is cut at the model's context.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
+    # Room for an utterance: n tokens, if bytes that are not UTF-8, come back as 3n; and for the end token.
     limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
     nll = []
     while worlds.alive():
@@ -355,7 +357,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
         for i in worlds.alive():
             played = worlds.dialogues[i]
             layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]  # all before the action that is still to come
+            rows[i] = layout[-1][: spans[-1][1]]  # all before "", which stands for the action still to come
             if len(rows[i]) > limit:
                 worlds.cut(i)
                 del rows[i]
@@ -391,11 +393,11 @@ def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: st
 
 
 def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) -> dict[str, float]:
-    """One step on E1 and E2, or what else --critic-loss names, and one Polyak step of the target."""
+    """One step on E1 and E2, or on what --critic-loss selects, and one Polyak step of the target."""
     reward_N = torch.tensor([float(r) for d in dialogues for r in d["rewards"]], device=critic.body.device)
     return_N = reward_N.new_tensor([g for d in dialogues for g in mc_returns(d["rewards"], args.gamma)])
     turn_N = torch.tensor([n for d in dialogues for n in range(len(d["actions"]))], device=reward_N.device)
-    is_last_N = turn_N.roll(-1) == 0  # the next entry is a turn 0; what is truncated ends, too: no bootstrap
+    is_last_N = turn_N.roll(-1) == 0  # the next entry is a turn 0; truncation counts as an end: no bootstrap
     fresh = [text for d in dialogues for text in d["fresh"]] if args.critic_loss == "td" else None  # D7
 
     v_N2, q_N2 = critic(dialogues)
@@ -430,9 +432,9 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
     logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args)
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
-    baseline_M = baseline(hidden_MH.detach())[:, 0] * args.baseline  # E5, D8; 0 without --baseline
+    baseline_M = baseline(hidden_MH.detach())[:, 0] * args.baseline  # E5, D8; all 0 without --baseline
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
-    token_loss = baseline_loss(baseline_M, advantage_N, owner_M) * args.baseline
+    token_loss = baseline_loss(baseline_M, advantage_N, owner_M) * args.baseline  # E4; 0 without --baseline
     kl = nn.functional.kl_div(start_logp_MV, logp_MV, log_target=True, reduction="sum") / len(fresh)
     entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(fresh)
     loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start) of each token, a_<i held fixed
@@ -444,7 +446,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, args: Args) -> dict[str, float]:
-    """The world's tasks (at most `eval_episodes`), sampled in whole passes and greedy once; fixed seeds."""
+    """Plays the tasks (at most `eval_episodes`), sampled in whole passes and greedily once; fixed seeds."""
     options, metrics = envs.options(args.world), {}
     tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes]
     for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
@@ -458,7 +460,7 @@ def evaluate(actor, args: Args) -> dict[str, float]:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
     for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
@@ -471,7 +473,7 @@ def save(run: Path, state: dict, models: dict) -> None:
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
+    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
     try:
         state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
@@ -522,7 +524,7 @@ def main(args: Args) -> dict[str, float]:
         state = {"iteration": 0, "episodes": len(first), "buffer": first, "metrics": [], "samples": []}
         state |= {"warm_start": evaluation, "evaluation": evaluation}
     buffer = state["buffer"]  # the same list: it is saved with the state
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)  # writes the dict, not a list
+    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)  # one record
     print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
     writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
@@ -550,7 +552,7 @@ def main(args: Args) -> dict[str, float]:
             logs.append(critic_update(critic, target, critic_optimizer, batch, args))
 
         # 3. the actor, on utterances of its own
-        share = (args.iterations - iteration + 1) / max(1, args.iterations - args.warmup)  # 1 at first update
+        share = (args.iterations - iteration + 1) / max(1, args.iterations - args.warmup)  # from 1 on
         optimizer.param_groups[0]["lr"] = args.actor_lr * (share if args.anneal_lr else 1)  # D6
         for _ in range(args.actor_updates if iteration > args.warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
@@ -572,7 +574,7 @@ def main(args: Args) -> dict[str, float]:
                 v_N2, q_N2 = critic([dialogue])
             values = {"Q": q_N2.min(-1).values.tolist(), "V": v_N2.min(-1).values.tolist()}
             state["samples"].append({"iteration": iteration} | dialogue | values)
-        with runs.saving(run, iteration):  # a full disk, say, ends nothing
+        with runs.saving(run, iteration):  # a full disk, for example, does not end the run
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if is_due or stopped:

@@ -1,7 +1,6 @@
 """Offline ArCHer: an IQL critic on utterances and an AWR actor on tokens, from recorded dialogues alone.
 
     python archer_offline_iql.py --env twenty-questions-subset
-    python archer_offline_iql.py --env twenty-questions-subset --critic-updates 0 --beta 0
     python archer_offline_iql.py --env ENV --dataset FILE --actor FOLDER --actor-lr 1e-4 --critic-lr 1e-5
 
 The critic learns what the utterances of the data are worth; the actor imitates them, the good ones more: at
@@ -50,19 +49,19 @@ from envs.datasets import make_dialogues, read_dialogues
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE; a comma between two of them (docs/worlds.md)
-    seed: int = 1  # of everything random in the run, but for the data
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    seed: int = 1  # of everything random in the run, but for the data; from 0 on
     iterations: int = 20  # rounds of critic and actor updates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
 
     # --- model
     actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" is checkpoints/WORLD
-    dtype: Literal["float32", "bfloat16"] = "float32"  # in which the models compute; parameters stay float32
-    temperature: float = 1.0  # of sampling, and so of scoring
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which a sampled utterance is cut
 
     # --- data
@@ -74,15 +73,15 @@ class Args:
     # --- algorithm
     critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
     critic_lr: float = 3e-3  # at the start (authors: 1e-5, for RoBERTa; D3)
-    critic_updates: int = 50  # of an iteration, each with a Polyak step of the target
+    critic_updates: int = 50  # of an iteration, each with a Polyak step of the target; 0: none, as for BC
     gamma: float = 0.95  # discount of an utterance (authors: 0.99)
     polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
     expectile: float = 0.9  # of E6 (authors: 0.9)
 
     actor_loss: Literal["awr", "reinforce"] = "awr"  # E7 on the data, or E3 on the actor's own utterances
     actor_lr: float = 5e-3  # at the start (authors: 1e-4, for GPT-2; D3)
-    actor_updates: int = 50  # of an iteration
-    beta: float = 1.0  # of E7, inverse temperature of the advantages (authors: 1)
+    actor_updates: int = 50  # of an iteration; 0: none
+    beta: float = 1.0  # of E7, inverse temperature of the advantages (authors: 1; 0: BC)
     max_weight: float = 20.0  # clamp of the weights of E7; inf is none (D1)
     bc_weight: float = 0.0  # of imitation beside the actor's loss (REINFORCE + BC: 1)
     keep: float = 1.0  # share of the dialogues, the best ones, that the actor learns from (filtered BC: 0.1)
@@ -98,7 +97,7 @@ class Args:
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is the world's dict of text: n "actions", n "rewards", n + 1 "observations", "success" and so on.
 # A batch of dialogues has N actions in all, and a number for each; what the world said last is no state.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves: each piece of text is tokenised once
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -106,7 +105,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's text before the first prompt, from reply to prompt, from prompt to reply; or ""."""
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
     if not tokenizer.chat_template:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
@@ -143,16 +142,16 @@ def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tup
 # Suffixes name the axes: N actions, M the tokens of N utterances in a row (each with its end of turn), V the
 # vocabulary, H hidden, 2 the twin critics, B rows, T columns; in `speak` S states of one row.
 def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> torch.Tensor:
-    """E1: r + gamma * Vbar(s') [N, 2], each of the twins from its own; Vbar(s') is 0 behind the last turn.
+    """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
-    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0], [0.0]]), 0.5).tolist()
-    [[-2.0], [0.0]]
+    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
+    [[-2.0, -3.0], [0.0, 0.0]]
     """
     return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (mean square over the twins, as in E1), E6 above it (V leans to the best Qbar)."""
+    """E2 at expectile 0.5 (half the sum over the twins: their mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -197,19 +196,22 @@ def load(auto, source: str, args: Args):
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
         why = runs.why_not_loaded(source, error)
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes one: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
 def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
-    """Dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
+    """Packs dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
 
-    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, they
-    are the actions taken, in their places. Returns (ids [B, T], positions [B, T], visible [B, query, key]);
+    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, the
+    actions taken are the utterances, in their places. Returns ids, positions [B, T], visible [B, query, key];
     the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
     """
     rows, spans = lay_out(dialogues, tokenizer)
     # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
+    # A row "s s a s a" and "b b", "c c" in its states:  position  0 1 2 3 4  2 3  4 5
+    #                                                   seen      1 2 3 4 5  2 2  4 4
+    #                                                   fork      0 0 0 0 0  1 1  2 2
     tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
     columns = [[*range(first - 1, end)] for _, first, end in spans]
     for n, ids in enumerate(utterances or []):
@@ -236,7 +238,7 @@ def read(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None) -> torc
 
 
 def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args: Args):
-    """For all M utterance tokens: logits that predict each [M, V], its id, hidden state before it, its n."""
+    """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
     batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = read(actor.base_model, *batch, args.dtype)
     pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # n, before, at
@@ -277,7 +279,7 @@ def mlp(inputs: int, width: int, value: float) -> nn.Module:
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids: list[int]) -> str:
-    """What critic and world get of an utterance: line 1, stripped, even in a world that takes more lines."""
+    """The part of an utterance that critic and world receive: its first line, stripped."""
     return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
 
 
@@ -285,11 +287,11 @@ def spoken(tokenizer, ids: list[int]) -> str:
 def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
     """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
 
-    A row is read once for all its states. Returns ids [N][...], with the end token if it came, log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
     """
     B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
     ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
-    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])
+    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any state
     is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
     column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
     causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
@@ -298,14 +300,14 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
     visible_BSC = column_BC[:, None] < start_BS[..., None]
     token_BS, open_BS, steps = None, is_state_BS, []
     while open_BS.any() and len(steps) < args.max_action_tokens:
-        if steps:  # read the token just written: it sees its own beginning of the row and its own tokens
+        if steps:  # read the tokens just written: S more columns in the cache, each for its own state alone
             visible_BSC = torch.cat([visible_BSC, torch.eye(S, dtype=torch.bool).expand(B, S, S)], -1)
             position_BS = start_BS + len(steps) - 1
             hidden_BSH = read(actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, cache)
         logp_BSV = (actor.get_output_embeddings()(hidden_BSH) / args.temperature).log_softmax(-1)
         if greedy:
             token_BS = logp_BSV.argmax(-1)
-        else:  # the first token whose cumulative probability exceeds a uniform number
+        else:  # the first token whose cumulative probability reaches a uniform number
             u_BS1 = torch.rand(B, S, 1, generator=generator, device=generator.device)
             token_BS = (logp_BSV.exp().cumsum(-1) < u_BS1).sum(-1).clamp(max=logp_BSV.shape[-1] - 1)
         logp_BS = logp_BSV.gather(-1, token_BS[..., None])[..., 0]
@@ -318,11 +320,11 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
 def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
     """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
 
-    `rng` draws the worlds' seeds, else they are 0, 1, 2. A dialogue that outgrows the model's context is cut.
-    Four utterances' room: re-read, a byte that is not UTF-8 (as U+FFFD) is up to 3 tokens; and the end token.
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2. A dialogue is cut at the model's context.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
+    # Room for an utterance: n tokens, if bytes that are not UTF-8, come back as 3n; and for the end token.
     limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
     nll = []
     while worlds.alive():
@@ -330,7 +332,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
         for i in worlds.alive():
             played = worlds.dialogues[i]
             layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]  # all before the action that is still to come
+            rows[i] = layout[-1][: spans[-1][1]]  # all before "", which stands for the action still to come
             if len(rows[i]) > limit:
                 worlds.cut(i)
                 del rows[i]
@@ -359,14 +361,13 @@ def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) 
     """One step on V (E6 or E2) and Q (E1 or E8) over the data's utterances, one Polyak step of the target."""
     reward_N = torch.tensor([reward for d in dialogues for reward in d["rewards"]], device=critic.body.device)
     return_N = reward_N.new_tensor([g for d in dialogues for g in mc_returns(d["rewards"], args.gamma)])
-    left_N = reward_N.new_tensor([n for d in dialogues for n in range(len(d["actions"]), 0, -1)])
-    is_last_N = left_N == 1  # a time limit ends a dialogue as the world does, as in the authors' code
+    turns_left_N = reward_N.new_tensor([n for d in dialogues for n in range(len(d["actions"]), 0, -1)])
 
     v_N2, q_N2 = critic(dialogues)
     with torch.no_grad():
         target_v_N2, target_q_N2 = target(dialogues)
         next_N2 = target_v_N2 if args.critic == "iql" else target_q_N2  # E1, E8
-        next_N2 = next_N2.roll(-1, 0).masked_fill(is_last_N[:, None], 0.0)
+        next_N2 = next_N2.roll(-1, 0).masked_fill(turns_left_N[:, None] == 1, 0.0)  # a cut ends, too
         q_target_N2 = td_target(reward_N, next_N2, args.gamma)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)
     v_loss = value_loss(v_N2, target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
@@ -432,7 +433,7 @@ def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, floa
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
     for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
@@ -445,7 +446,7 @@ def save(run: Path, state: dict, models: dict) -> None:
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
+    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
     try:
         state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
@@ -531,7 +532,7 @@ def main(args: Args) -> dict[str, float]:
             metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
             state["samples"] += [{"iteration": iteration} | dialogue for dialogue in played[:8]]
         state["metrics"].append(runs.log(writer, iteration, metrics, "eval/return|explained|nll|entropy"))
-        with runs.saving(run, iteration):  # a full disk, say, ends nothing
+        with runs.saving(run, iteration):  # a full disk, for example, does not end the run
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if is_due or stopped:

@@ -50,12 +50,12 @@ from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines 
 class Args:
     # --- run
     env: str = "scienceworld"  # the guide knows no other world
-    seed: int = 1  # of everything random in the run, but for the data
+    seed: int = 1  # of everything random in the run, but for the data; from 0 on
     iterations: int = 18  # rounds of updates
     updates: int = 20  # batches in an iteration
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 2  # on the CPU
     save_every: int = 5  # iterations between checkpoints; Ctrl-C writes one, too
@@ -411,7 +411,7 @@ def tables(results: dict[str, dict[str, dict[str, float]]]) -> str:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
     for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
@@ -424,7 +424,7 @@ def save(run: Path, state: dict, models: dict) -> None:
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
+    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
     try:
         state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
@@ -461,7 +461,7 @@ def main(args: Args) -> dict[str, float]:
         state.update(seconds=time.time() - started, cpu_seconds=time.process_time() - cpu_started)
         state["modules"] = {name: module.state_dict() for name, module in modules.items()}
         state["rng"], state["generator"] = rng.bit_generator.state, torch.get_rng_state()
-        with runs.saving(run, state["iteration"]):  # a full disk, say, ends nothing
+        with runs.saving(run, state["iteration"]):  # a full disk, for example, does not end the run
             save(run, state, models)
 
     def evaluate() -> dict[str, dict[str, float]]:

@@ -50,14 +50,14 @@ class Args:
     # --- run
     env: str = "scienceworld"  # the explorer knows no other world
     task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
-    seed: int = 1  # of everything random in the run
+    seed: int = 1  # of everything random in the run; from 0 on
     steps: int = 1_000  # of each world (paper: 100,000)
     worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
     step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # of the network on the CPU; with one, resuming is exact to the bit
     log_every: int = 100  # steps between lines of metrics
@@ -73,12 +73,12 @@ class Args:
     # --- data
     memory: int = 100_000  # transitions that the replay memory holds (authors' flag: 100,000)
     priority: Literal["reward", "released"] = "reward"  # which transitions fill the priority part (D3)
-    priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5)
+    priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5; 0: none)
 
     # --- algorithm
     top_k: int = 50  # actions that the guide leaves (paper: 50)
     prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
-    epsilon: float = 0.1  # probability of not pruning (paper: 0.1)
+    epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prunes)
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
     target_actions: Literal["valid", "pruned"] = "valid"  # the a' of E2; pruned: the authors' "corrected"
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
@@ -415,7 +415,7 @@ def play_out(explorer: Copy | None, guide: Guide, worlds: Worlds, infos: list[di
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
     for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
@@ -428,7 +428,7 @@ def save(run: Path, state: dict, models: dict) -> None:
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
+    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
     try:
         state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
@@ -540,7 +540,7 @@ def main(args: Args) -> dict[str, float]:
             state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
             state["modules"] = {name: module.state_dict() for name, module in modules.items()}
             state["rng"], state["generator"] = rng.bit_generator.state, torch.get_rng_state()
-        with runs.saving(run, step):  # a full disk, say, ends nothing
+        with runs.saving(run, step):  # a full disk, for example, does not end the run
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if is_evaluated or is_last:

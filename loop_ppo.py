@@ -53,11 +53,11 @@ class Args:
     # --- run
     env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
-    seed: int = 1  # of everything random in the run
+    seed: int = 1  # of everything random in the run; from 0 on
     iterations: int = 120  # rounds of rollouts and updates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 2  # on the CPU; take one beside other work, and to resume to the bit
     world_threads: int = 2  # worlds that step at a time, while the model writes for the others
@@ -75,7 +75,7 @@ class Args:
     tasks: int = 16  # tasks in an iteration (paper: 40)
     rollouts: int = 6  # K, rollouts of each task (paper: 6)
     worlds: int = 150  # rollouts that are played at a time, also in evaluations; a multiple of K
-    temperature: float = 1.0  # of sampling, and so of scoring (paper: 1, no top-p, no top-k)
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same (paper: 1, no top-p, no top-k)
     max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
     context: int = 2048  # tokens after which a rollout is cut, at most the model's (paper: 32,000)
     finish_all: float = 0.9  # rollouts stop when this share of all has ended ... (paper: 0.9)
@@ -90,7 +90,7 @@ class Args:
     logit_chunk: int = 4096  # tokens whose logits are made at a time
     clip: float = 0.2  # eps of E2 (release: 0.1)
     lower_bound: Literal["minus", "over"] = "minus"  # of w: 1-eps (paper) or 1/(1+eps) (release)
-    min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01)
+    min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01; 0: none)
     kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept
     lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
     anneal_lr: bool = True  # it falls to zero over the iterations (D3)
@@ -121,7 +121,7 @@ class Trajectory:
     step: Future | None = None  # what the world says next, while it is at work
 
 
-@lru_cache(maxsize=100_000)  # worlds repeat themselves: each piece of text is tokenised once
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -129,7 +129,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's text before the first prompt, from reply to prompt, from prompt to reply; or ""."""
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
     if not tokenizer.chat_template:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
@@ -192,7 +192,7 @@ def load(auto, source: str, args: Args):
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
         why = runs.why_not_loaded(source, error)
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes one: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
@@ -298,7 +298,7 @@ def sample(model, hidden_BH, temperature: float, generator, greedy: bool) -> tup
     logp_BV = (model.get_output_embeddings()(hidden_BH).float() / temperature).log_softmax(-1)
     if greedy:
         token_B1 = logp_BV.argmax(-1, keepdim=True)
-    else:  # the first token whose cumulative probability exceeds a uniform number
+    else:  # the first token whose cumulative probability reaches a uniform number
         total_BV = logp_BV.exp().cumsum(-1)
         u_B1 = torch.rand(len(logp_BV), 1, generator=generator, device=generator.device) * total_BV[:, -1:]
         token_B1 = torch.searchsorted(total_BV, u_B1, right=True).clamp(max=logp_BV.shape[1] - 1)
@@ -494,7 +494,7 @@ def behaviour(played: list[Trajectory], world) -> dict[str, float]:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
     for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
@@ -507,7 +507,7 @@ def save(run: Path, state: dict, models: dict) -> None:
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
+    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
     try:
         state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
@@ -598,7 +598,7 @@ def main(args: Args) -> dict[str, float]:
         for t in [t for i, t in enumerate(played) if i < args.rollouts or t.fate != "ended"]:
             sample = {"answer": t.answer, "return": t.total, "fate": t.fate, "text": t.text}
             state["samples"].append({"iteration": iteration} | sample)
-        with runs.saving(run, iteration):  # a full disk, say, ends nothing
+        with runs.saving(run, iteration):  # a full disk, for example, does not end the run
             runs.write(run / "metrics.jsonl", state["metrics"])
             runs.write(run / "rollouts.jsonl", state["samples"])
             if iteration % args.save_every == 0 or is_last or stopped:

@@ -44,10 +44,10 @@ class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds.md)
-    seed: int = 1  # of everything random in the run
+    seed: int = 1  # of everything random in the run; from 0 on
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its arguments hold, unless given anew
+    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
     save_every: int = 200  # updates between lines of metrics, each with a checkpoint; Ctrl-C writes one, too
@@ -77,7 +77,7 @@ class Args:
     micro_batch: int = 0  # of these, how many are in memory at a time, and computed twice for it; 0: all
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon moves the matrices of the layers (D6)
     lr: float = 3e-3  # its peak (paper, Table 3: 2e-4, and 3e-4 for Filtered BC)
-    warm_up: int = 50  # updates in which it rises to the peak; then it falls to zero, both linearly
+    warm_up: int = 50  # updates in which it rises to the peak (0: none); then it falls to zero, both linearly
 
     # --- evaluation
     max_action_tokens: int = 48  # tokens after which an action is cut in the evaluation
@@ -88,7 +88,7 @@ class Args:
 CONTEXT, ACTION, REPLY = range(3)  # what a token is; the last two are learned
 
 
-@lru_cache(maxsize=100_000)  # worlds repeat themselves: each piece of text is tokenised once
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -96,7 +96,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's text before the first prompt, from reply to prompt, from prompt to reply; or ""."""
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
     if not tokenizer.chat_template:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
@@ -252,7 +252,7 @@ def load(auto, source: str, args: Args):
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
         why = runs.why_not_loaded(source, error)
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes it: {why}") from error
+        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes one: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 
@@ -326,7 +326,7 @@ def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """What a run needs in checkpoint.pt, and beside it `models`, name -> (model, tokenizer), as folders."""
+    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
     for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
@@ -339,7 +339,7 @@ def save(run: Path, state: dict, models: dict) -> None:
 
 
 def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Puts a run's checkpoint into the modules and both random generators; returns the rest of its state."""
+    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
     try:
         state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
         for name, module in modules.items():
@@ -406,7 +406,7 @@ def main(args: Args) -> dict[str, float]:
             state["metrics"].append(runs.log(writer, state["iteration"], metrics, ""))
             state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
             state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-            with runs.saving(run, state["iteration"]):  # a full disk, say, ends nothing
+            with runs.saving(run, state["iteration"]):  # a full disk, for example, does not end the run
                 runs.write(run / "metrics.jsonl", state["metrics"])
                 if is_last:
                     runs.write(run / "rollouts.jsonl", played[:8])

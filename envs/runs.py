@@ -62,7 +62,8 @@ def stop(reason: object) -> None:
 def parse(kind: type, default):
     """The command line as a `kind`. In its help, the fields below a comment `# --- NAME` are a group.
 
-    Raises ValueError for nan, and for inf unless the comment behind the field speaks of it.
+    Raises ValueError for nan and negative numbers; for 0, unless it is the default, and for inf, unless the
+    comment behind the field speaks of them.
     """
     import tyro  # here: who only looks at runs does without the packages of who makes them
 
@@ -79,9 +80,15 @@ def parse(kind: type, default):
     given = vars(tyro.cli(tyro.conf.OmitArgPrefixes[whole])).values()
     values = {name: value for part in given for name, value in vars(part).items()}
     for name, value in values.items():
-        may_be_inf = value == math.inf and re.search(r"\binf\b", abouts[name])
-        if isinstance(value, float) and not (math.isfinite(value) or may_be_inf):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        may_be_0 = getattr(kind, name) == 0 or re.search(r"(?<![\d.,])0(?!\.\d|\d)", abouts[name])
+        may_be_inf = re.search(r"\binf\b", abouts[name])
+        if math.isnan(value) or (math.isinf(value) and not may_be_inf):
+            raise ValueError(f"{flag}: it must be a finite number")
+        if value < 0 or (value == 0 and not may_be_0):
+            raise ValueError(f"{flag}: it must be {'at least' if may_be_0 else 'above'} 0")
     return kind(**values)
 
 

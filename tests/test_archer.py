@@ -1682,8 +1682,8 @@ def test_a_folder_that_is_no_run_is_one_line(finished, tmp_path, capsys):
 MISUSE = {
     "--env nowhere": "nowhere",
     "--env toy --world flavour=1": "flavour",
-    "--env toy --rollouts 0": "",
-    "--env toy --eval-episodes 0": "",
+    "--env toy --rollouts 0": "--rollouts 0: it must be above 0",
+    "--env toy --critic-batch 0": "--critic-batch 0: it must be above 0",
 }
 
 

@@ -32,6 +32,8 @@ class Toy:
     # --- model
     rate: float = 0.5  # of learning
     limit: float = 2.0  # of it; inf is none
+    decay: float = 0.5  # of it (paper: 0.5; 0: none)
+    skipped: int = 0  # of some
     loss: Literal["mean", "sum"] = "mean"  # of two
     center: bool = True  # about zero (D3)
 
@@ -90,6 +92,15 @@ def test_inf_is_taken_where_the_help_speaks_of_it(monkeypatch, capsys):
     assert call(monkeypatch, "--limit", "inf") == [Toy(limit=math.inf)]
     assert one_line(monkeypatch, capsys, "--limit", "nan") == "--limit nan: it must be a finite number"
     assert one_line(monkeypatch, capsys, "--rate", "inf") == "--rate inf: it must be a finite number"
+
+
+def test_numbers_are_positive_but_0_is_taken_where_the_help_speaks_of_it(monkeypatch, capsys):
+    """Or where it is the default. The 0 of 0.5 is none."""
+    assert call(monkeypatch, "--decay", "0", "--skipped", "0") == [Toy(decay=0.0)]
+    assert one_line(monkeypatch, capsys, "--decay", "-0.1") == "--decay -0.1: it must be at least 0"
+    assert one_line(monkeypatch, capsys, "--skipped", "-1") == "--skipped -1: it must be at least 0"
+    assert one_line(monkeypatch, capsys, "--rate", "0") == "--rate 0.0: it must be above 0"
+    assert one_line(monkeypatch, capsys, "--limit", "-inf") == "--limit -inf: it must be above 0"
 
 
 @pytest.mark.parametrize(("processes", "is_refused"), [("2", True), ("1", False), ("", False)])
