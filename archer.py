@@ -1,12 +1,12 @@
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
     python archer.py --env twenty-questions
-    python archer.py --actor gpt2 --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # lower than Table 3
+    python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # below Table 3
     python archer.py --resume runs/...
 
 The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
-dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues, and the
-advantage of each rewards all its tokens. Both start from a checkpoint, by default one in checkpoints/.
+dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues, and each
+utterance's advantage is the reward of all its tokens. Both start from a checkpoint, by default a tiny one.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
@@ -18,8 +18,8 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
 Differs from the paper; in brackets what undoes it (docs/archer.md has the reasons at length):
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts to gibberish.
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
-  D3  The batch mean is subtracted from the advantages (--no-center); an exact critic would make it 0.
-  D4  The value heads start at the mean discounted return of the first dialogues instead of zero.
+  D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
+  D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
   D5  Rates, batches, buffer, warm-up and numbers of updates are tuned for a tiny model; Table 3 has others.
   D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one new utterance in each state.
@@ -56,10 +56,10 @@ class Args:
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
     seed: int = 1  # of all random numbers of the run; from 0 on
-    iterations: int = 40  # rounds of rollouts, critic updates and actor updates
+    iterations: int = 40  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
 
@@ -69,27 +69,27 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
 
     # --- data
-    rollouts: int = 128  # dialogues played in an iteration (paper: 128)
+    rollouts: int = 128  # dialogues played in an iteration (paper: 128; WebShop 512)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
-    critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2; Monte-Carlo returns (App. D); E1 and E6
+    critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2; Q and V on returns (App. D.1); E1 and E6
     critic_lr: float = 3e-4  # paper: 6e-4 (D5)
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
-    critic_batch: int = 32  # dialogues in an update of the critic (paper: 256 utterances)
+    critic_batch: int = 32  # dialogues in an update of the critic (paper: a batch of 256)
     critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
     warmup: int = 5  # iterations before the actor moves (paper: 20 or 10; 0: none)
-    gamma: float = 0.95  # discount of an utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
+    gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
     expectile: float = 0.9  # of E6, for --critic-loss iql
 
     actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D5)
     anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
     actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3; 0: none)
-    actor_batch: int = 64  # dialogues in an update of the actor (paper: 256 utterances)
-    kl: float = 0.05  # price of a nat of KL from the initial actor (D1), in units of the return; 0: none
+    actor_batch: int = 64  # dialogues in an update of the actor (paper: a batch of 256)
+    kl: float = 0.05  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
@@ -100,8 +100,8 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", n + 1 "observations", each a whole state, and so on.
-# Batches are flat: a tensor [N] has an entry for each action of all dialogues, none for last observations.
+# A dialogue is a dict: n "actions", n "rewards", n + 1 "observations" (each the whole state) and so on.
+# Batches are flat: a tensor [N] has one entry per action of all dialogues; last observations have none.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -115,7 +115,7 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
     if not to_prompt.startswith(tokenizer.eos_token):
         raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
     return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
@@ -124,8 +124,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
     """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
 
-    An action ends with the end token. A row goes on as long as each observation begins with all text before
-    it and more; else, as in a world that writes its observations anew, the next row begins.
+    An action ends with the end token. A row goes on as long as each observation continues the text before it.
+    Otherwise, as in a world that writes its observations anew, a new row begins.
     """
     rows, spans = [], []
     head, to_prompt, to_reply = chat_pieces(tokenizer)
@@ -145,7 +145,7 @@ def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tup
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# 2 the twin critics, B rows, T columns; in `speak` S states of a row, C columns visible, L tokens written.
+# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, L tokens written.
 def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> torch.Tensor:
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -156,7 +156,7 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> 
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (half the sum over the twins: their mean), E6 above it (V leans to the best)."""
+    """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -180,7 +180,7 @@ def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: n of token m."""
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
@@ -211,8 +211,8 @@ def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = 
     """Packs dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
 
     An utterance forks off its row: it sees the row up to its state, and no other fork. By default, the
-    actions taken are the utterances, in their places. Returns ids, positions [B, T], visible [B, query, key];
-    the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
+    utterances are the actions taken, where they are. Returns ids, positions [B, T], visible [B, query, key];
+    the row [N] of each utterance; its columns [N][1 + length]: its state's last one, then its own tokens'.
     """
     rows, spans = lay_out(dialogues, tokenizer)
     # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
@@ -248,7 +248,7 @@ def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args
     """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
     batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = read(actor.base_model, *batch, args.dtype)
-    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # n, before, at
+    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # (n, reads, predicts)
     owner_M, before_M, column_M = torch.from_numpy(np.array(pairs)).T
     row_M = torch.tensor(row_N)[owner_M]
     hidden_MH = hidden_BTH[row_M, before_M]
@@ -316,7 +316,7 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
     """
     B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
     ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
-    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any state
+    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any start
     is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
     column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
     causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
@@ -343,13 +343,13 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
 
 
 def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
-    """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
+    """Plays all worlds to their end, in lockstep; returns those with an action, and -log pi of utterances.
 
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2. A dialogue is cut at the model's context.
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
-    # Room for an utterance: n tokens, if bytes that are not UTF-8, come back as 3n; and for the end token.
+    # An utterance of n tokens can be 3n when read again (an invalid byte becomes U+FFFD), and the end token.
     limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
     nll = []
     while worlds.alive():
@@ -357,7 +357,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
         for i in worlds.alive():
             played = worlds.dialogues[i]
             layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]  # all before "", which stands for the action still to come
+            rows[i] = layout[-1][: spans[-1][1]]  # all before the dummy action ""
             if len(rows[i]) > limit:
                 worlds.cut(i)
                 del rows[i]
@@ -415,7 +415,7 @@ def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) 
     error_N = v_N2.detach().mean(-1) - return_N
     metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N[turn_N == 0].mean()}
     variance = return_N.var()
-    variance[variance < 1e-8] = torch.nan  # no returns differ, so that there is nothing to explain
+    variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
     metrics["explained_variance"] = 1 - error_N.var() / variance
     return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
 
@@ -437,7 +437,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
     token_loss = baseline_loss(baseline_M, advantage_N, owner_M) * args.baseline  # E4; 0 without --baseline
     kl = nn.functional.kl_div(start_logp_MV, logp_MV, log_target=True, reduction="sum") / len(fresh)
     entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(fresh)
-    loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start) of each token, a_<i held fixed
+    loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start), no gradient through a_<i
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")  # moves baseline, too
     metrics = {"loss": policy_loss, "baseline_loss": token_loss, "kl": kl, "entropy": entropy}
     metrics |= {"advantage_mean": raw_N.mean(), "advantage_std": raw_N.std()}
@@ -446,7 +446,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, args: Args) -> dict[str, float]:
-    """Plays the tasks (at most `eval_episodes`), sampled in whole passes and greedily once; fixed seeds."""
+    """Plays the world's tasks (at most `eval_episodes`) in whole passes, sampled, and once greedily."""
     options, metrics = envs.options(args.world), {}
     tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes]
     for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
@@ -460,8 +460,8 @@ def evaluate(actor, args: Args) -> dict[str, float]:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
-    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
+    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
+    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -552,7 +552,7 @@ def main(args: Args) -> dict[str, float]:
             logs.append(critic_update(critic, target, critic_optimizer, batch, args))
 
         # 3. the actor, on utterances of its own
-        share = (args.iterations - iteration + 1) / max(1, args.iterations - args.warmup)  # from 1 on
+        share = (args.iterations - iteration + 1) / max(1, args.iterations - args.warmup)  # 1 at first update
         optimizer.param_groups[0]["lr"] = args.actor_lr * (share if args.anneal_lr else 1)  # D6
         for _ in range(args.actor_updates if iteration > args.warmup else 0):
             batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]

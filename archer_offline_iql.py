@@ -51,10 +51,10 @@ class Args:
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
     seed: int = 1  # of everything random in the run, but for the data; from 0 on
-    iterations: int = 20  # rounds of critic and actor updates
+    iterations: int = 20  # rounds of critic and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
 
@@ -74,7 +74,7 @@ class Args:
     critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
     critic_lr: float = 3e-3  # at the start (authors: 1e-5, for RoBERTa; D3)
     critic_updates: int = 50  # of an iteration, each with a Polyak step of the target; 0: none, as for BC
-    gamma: float = 0.95  # discount of an utterance (authors: 0.99)
+    gamma: float = 0.95  # discount per utterance (authors: 0.99)
     polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
     expectile: float = 0.9  # of E6 (authors: 0.9)
 
@@ -110,7 +110,7 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
     if not to_prompt.startswith(tokenizer.eos_token):
         raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
     return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
@@ -119,8 +119,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
     """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
 
-    An action ends with the end token. A row goes on as long as each observation begins with all text before
-    it and more; else, as in a world that writes its observations anew, the next row begins.
+    An action ends with the end token. A row goes on as long as each observation continues the text before it.
+    Otherwise, as in a world that writes its observations anew, a new row begins.
     """
     rows, spans = [], []
     head, to_prompt, to_reply = chat_pieces(tokenizer)
@@ -151,7 +151,7 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> 
 
 
 def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
-    """E2 at expectile 0.5 (half the sum over the twins: their mean), E6 above it (V leans to the best)."""
+    """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
     weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
@@ -180,7 +180,7 @@ def awr_weights(advantage_N: torch.Tensor, beta: float, max_weight: float) -> to
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: n of token m."""
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
@@ -204,8 +204,8 @@ def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = 
     """Packs dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
 
     An utterance forks off its row: it sees the row up to its state, and no other fork. By default, the
-    actions taken are the utterances, in their places. Returns ids, positions [B, T], visible [B, query, key];
-    the row [N] of each utterance; its columns [N][...]: last one of its state, then those of its own tokens.
+    utterances are the actions taken, where they are. Returns ids, positions [B, T], visible [B, query, key];
+    the row [N] of each utterance; its columns [N][1 + length]: its state's last one, then its own tokens'.
     """
     rows, spans = lay_out(dialogues, tokenizer)
     # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
@@ -241,7 +241,7 @@ def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args
     """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
     batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = read(actor.base_model, *batch, args.dtype)
-    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # n, before, at
+    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # (n, reads, predicts)
     owner_M, before_M, column_M = torch.from_numpy(np.array(pairs)).T
     row_M = torch.tensor(row_N)[owner_M]
     hidden_MH = hidden_BTH[row_M, before_M]
@@ -291,7 +291,7 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
     """
     B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
     ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
-    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any state
+    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any start
     is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
     column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
     causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
@@ -318,13 +318,13 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
 
 
 def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
-    """Plays all worlds to their end, in lockstep. Returns the dialogues, and -log pi of every utterance.
+    """Plays all worlds to their end, in lockstep; returns those with an action, and -log pi of utterances.
 
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2. A dialogue is cut at the model's context.
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
-    # Room for an utterance: n tokens, if bytes that are not UTF-8, come back as 3n; and for the end token.
+    # An utterance of n tokens can be 3n when read again (an invalid byte becomes U+FFFD), and the end token.
     limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
     nll = []
     while worlds.alive():
@@ -332,7 +332,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
         for i in worlds.alive():
             played = worlds.dialogues[i]
             layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]  # all before "", which stands for the action still to come
+            rows[i] = layout[-1][: spans[-1][1]]  # all before the dummy action ""
             if len(rows[i]) > limit:
                 worlds.cut(i)
                 del rows[i]
@@ -377,7 +377,7 @@ def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) 
     error_N = v_N2.detach().mean(-1) - return_N
     metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N.mean()}
     variance = return_N.var(correction=0)
-    variance[variance < 1e-8] = torch.nan  # no returns differ, so that there is nothing to explain
+    variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
     metrics["explained_variance"] = 1 - error_N.var(correction=0) / variance
     return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
 
@@ -433,8 +433,8 @@ def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, floa
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
-    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
+    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
+    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -57,7 +57,7 @@ class Args:
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # of the network on the CPU; with one, resuming is exact to the bit
     log_every: int = 100  # steps between lines of metrics
@@ -415,8 +415,8 @@ def play_out(explorer: Copy | None, guide: Guide, worlds: Worlds, infos: list[di
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
-    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
+    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
+    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -54,10 +54,10 @@ class Args:
     env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
     seed: int = 1  # of everything random in the run; from 0 on
-    iterations: int = 120  # rounds of rollouts and updates
+    iterations: int = 120  # rounds of rollouts and updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 2  # on the CPU; take one beside other work, and to resume to the bit
     world_threads: int = 2  # worlds that step at a time, while the model writes for the others
@@ -134,7 +134,7 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
     if not to_prompt.startswith(tokenizer.eos_token):
         raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
     return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
@@ -494,8 +494,8 @@ def behaviour(played: list[Trajectory], world) -> dict[str, float]:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
-    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
+    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
+    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -47,7 +47,7 @@ class Args:
     seed: int = 1  # of everything random in the run; from 0 on
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # a run's folder to go on with; its saved arguments are used unless given anew
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
     save_every: int = 200  # updates between lines of metrics, each with a checkpoint; Ctrl-C writes one, too
@@ -101,7 +101,7 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
         return "", "", ""
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
     if not to_prompt.startswith(tokenizer.eos_token):
         raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
     return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
@@ -326,8 +326,8 @@ def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
 
 # ---------------------------------------------------------- 8. save and resume
 def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and beside it `models`, name -> (model, tokenizer): folders."""
-    for name, (model, tokenizer) in models.items():  # first: they may fit where the checkpoint does not
+    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
+    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
         temporary = run / f"{name}.tmp"
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -251,7 +251,11 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     with "invalid" or "illegal action" in it, in capitals or not ("I cannot answer that question." is no
     refusal), and "repeated", which an earlier one of the same dialogue had word for word: from the ninth turn
     on, where there is enough to repeat.
+
+    Raises ValueError for no dialogues.
     """
+    if not dialogues:
+        raise ValueError("no dialogue fits into the model's context: lower --max-action-tokens")
     refused = [
         bool(INVALID.search(said)) for d in dialogues for said in replies(d["observations"], d["actions"])
     ]
