@@ -1,7 +1,7 @@
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
     python archer.py --env twenty-questions
-    python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # below Table 3
+    python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # not Table 3's
     python archer.py --resume runs/...
 
 The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
@@ -100,7 +100,7 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", n + 1 "observations" (each the whole state) and so on.
+# A dialogue is a dict: n "actions", "rewards" and, by main, "fresh" texts (D7); n + 1 "observations", states.
 # Batches are flat: a tensor [N] has one entry per action of all dialogues; last observations have none.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
@@ -124,8 +124,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
     """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
 
-    An action ends with the end token. A row goes on as long as each observation continues the text before it.
-    Otherwise, as in a world that writes its observations anew, a new row begins.
+    An action ends with the end token. A row goes on while each observation adds text, so that V reads another
+    token than Q. Otherwise, as in a world that writes its observations anew, a new row begins.
     """
     rows, spans = [], []
     head, to_prompt, to_reply = chat_pieces(tokenizer)
@@ -349,7 +349,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
-    # An utterance of n tokens can be 3n when read again (an invalid byte becomes U+FFFD), and the end token.
+    # n tokens, encoded again from text, are up to 3n (bytes become U+FFFD): with the end token at most 4n.
     limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
     nll = []
     while worlds.alive():
@@ -382,7 +382,7 @@ def fresh_utterances(actor, dialogues: list[dict], args: Args, generator) -> lis
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
-    """One step of an optimiser with clipped gradients; returns their norm before clipping."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -438,7 +438,7 @@ def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, arg
     kl = nn.functional.kl_div(start_logp_MV, logp_MV, log_target=True, reduction="sum") / len(fresh)
     entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(fresh)
     loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start), no gradient through a_<i
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")  # moves baseline, too
+    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
     metrics = {"loss": policy_loss, "baseline_loss": token_loss, "kl": kl, "entropy": entropy}
     metrics |= {"advantage_mean": raw_N.mean(), "advantage_std": raw_N.std()}
     return {f"actor/{name}": figure.item() for name, figure in metrics.items()} | {"actor/grad_norm": norm}
@@ -496,7 +496,7 @@ def main(args: Args) -> dict[str, float]:
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- all that learns, as it starts
+    # --- all that learns, as it starts; variants of a world share a checkpoint
     source = args.actor or str(Path(__file__).parent / "checkpoints" / worlds.envs[0].demonstration_env)
     actor, actor.tokenizer = load(transformers.AutoModelForCausalLM, source, args)
     start_actor = copy.deepcopy(actor).requires_grad_(False)

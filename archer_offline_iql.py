@@ -119,8 +119,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
     """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
 
-    An action ends with the end token. A row goes on as long as each observation continues the text before it.
-    Otherwise, as in a world that writes its observations anew, a new row begins.
+    An action ends with the end token. A row goes on while each observation adds text, so that V reads another
+    token than Q. Otherwise, as in a world that writes its observations anew, a new row begins.
     """
     rows, spans = [], []
     head, to_prompt, to_reply = chat_pieces(tokenizer)
@@ -324,7 +324,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
     """
     seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
     worlds.reset(seeds=seeds, indices=indices)
-    # An utterance of n tokens can be 3n when read again (an invalid byte becomes U+FFFD), and the end token.
+    # n tokens, encoded again from text, are up to 3n (bytes become U+FFFD): with the end token at most 4n.
     limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
     nll = []
     while worlds.alive():
@@ -347,7 +347,7 @@ def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
-    """One step of an optimiser with clipped gradients; returns their norm before clipping."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -336,7 +336,7 @@ def update(encoder, tokenizer, optimizer, tuples, gold: dict[str, list[str]], ar
 
 
 def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
-    """One step of an optimiser with clipped gradients; returns their norm before clipping."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -543,7 +543,7 @@ def main(args: Args) -> dict[str, float]:
     difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
     trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]  # D2
 
-    # --- all that learns, as it starts
+    # --- all that learns, as it starts; variants of a world share a checkpoint
     source = args.model or str(Path(__file__).parent / "checkpoints" / worlds[0].demonstration_env)  # D1
     model = make_model(args, source)
     args = replace(args, context=min(args.context, model.config.max_position_embeddings))
