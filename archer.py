@@ -1,7 +1,7 @@
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
     python archer.py --env twenty-questions
-    python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5  # not Table 3's
+    python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...
 
 The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
@@ -124,8 +124,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
     """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
 
-    An action ends with the end token. A row goes on while each observation adds text, so that V reads another
-    token than Q. Otherwise, as in a world that writes its observations anew, a new row begins.
+    An action ends with the end token. A row goes on while each observation adds text: V is read at its last
+    token, Q at the end token. Otherwise, as in a world that writes its observations anew, a new row begins.
     """
     rows, spans = [], []
     head, to_prompt, to_reply = chat_pieces(tokenizer)
@@ -343,7 +343,7 @@ def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, gen
 
 
 def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
-    """Plays all worlds to their end, in lockstep; returns those with an action, and -log pi of utterances.
+    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """

@@ -327,10 +327,18 @@ class Guide:
         """The valid actions that are left (E5)."""
         if not self.table:
             return view.valid
-        cosine_A = self.table(view.valid) @ self.table(np.array([view.task]))[0]
         navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
         is_kept_A = np.array([self.texts.texts[i].startswith(navigation) for i in view.valid])
-        return view.valid[prune(cosine_A.numpy(), is_kept_A, self.args.top_k)]
+        return view.valid[prune(self.cosines(view), is_kept_A, self.args.top_k)]
+
+    def cosines(self, view: View) -> np.ndarray:
+        """Of each valid action with the task [A]."""
+        return (self.table(view.valid) @ self.table(np.array([view.task]))[0]).numpy()
+
+    def rank(self, view: View, action: int) -> int:
+        """The place of a valid action by its cosine; the guide likes number 1 best."""
+        cosine_A = self.cosines(view)
+        return 1 + int((cosine_A > cosine_A[view.valid == action]).sum())
 
 
 def make_vocabulary(texts: list[str], size: int) -> Tokenizer:
@@ -403,8 +411,10 @@ def play_out(explorer: Copy | None, guide: Guide, worlds: Worlds, infos: list[di
         views = [view(info, guide.texts) for info in alive.values()]
         chosen, q = choose(explorer, guide, views, epsilon, rng, is_greedy=True)
         results = worlds.step({i: guide.texts.texts[number] for i, number in zip(alive, chosen, strict=True)})
-        for i, q_A, (result, info) in zip([*alive], q, results, strict=True):
+        ranks = [guide.rank(*pair) if guide.table else None for pair in zip(views, chosen, strict=True)]
+        for i, q_A, rank, (result, info) in zip([*alive], q, ranks, results, strict=True):
             turn = {"action": info["action"], "reply": info["observation"], "reward": result[1]}
+            turn |= {"rank": rank} if guide.table else {}
             episodes[i]["turns"].append(turn | {"Q": round(q_A.max().item(), 3)})
             alive[i] = info
             if "result" in info:

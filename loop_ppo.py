@@ -31,7 +31,7 @@ from collections import ChainMap, Counter, defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -113,6 +113,7 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
     turns: list[range] = field(default_factory=list)  # where in the ids the sampled tokens of each turn stand
     said: list[tuple[str, str]] = field(default_factory=list)  # action, as the world took it, and its reply
+    rewards: list[float] = field(default_factory=list)  # of each turn
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
@@ -283,6 +284,7 @@ def listen(t: Trajectory, tokenizer, args: Args) -> None:
         if t.ids[-1] != tokenizer.eos_token_id:  # the turn was cut: its end stands there, but was not sampled
             t.ids.append(tokenizer.eos_token_id)
         t.ids += encode(tokenizer, between + reply + behind)
+        t.rewards.append(reward)
         t.total += reward
         if terminated or truncated:
             t.fate, t.terminated, t.success = "ended", terminated, info["result"]["success"]
@@ -596,7 +598,11 @@ def main(args: Args) -> dict[str, float]:
             metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
         state["metrics"].append(runs.log(writer, iteration, metrics, "return|success$|no_op|filtered"))
         for t in [t for i, t in enumerate(played) if i < args.rollouts or t.fate != "ended"]:
-            sample = {"answer": t.answer, "return": t.total, "fate": t.fate, "text": t.text}
+            ends = np.cumsum([0, *map(len, t.turns)])
+            logps = [fmean(t.logps[i:j]) for i, j in pairwise(ends)]
+            columns = zip(t.said, t.rewards, logps, strict=False)
+            turns = [{"action": a, "reply": r, "reward": x, "log-prob": p} for (a, r), x, p in columns]
+            sample = {"answer": t.answer, "return": t.total, "fate": t.fate, "text": t.text, "turns": turns}
             state["samples"].append({"iteration": iteration} | sample)
         with runs.saving(run, iteration):  # a full disk, for example, does not end the run
             runs.write(run / "metrics.jsonl", state["metrics"])

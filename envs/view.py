@@ -27,10 +27,11 @@ def meanings() -> dict[str, str]:
 
 def turns_of(record: dict) -> list[dict]:
     """The turns of a dialogue as any script has written it: action, reply, and the figures that there are."""
+    if "text" in record:  # of loop_ppo.py: the prompt, then the turns
+        said = "".join(turn["action"] + turn["reply"] for turn in record["turns"])
+        return [{"action": "", "reply": record["text"].removesuffix(said)}, *record["turns"]]
     if "turns" in record:  # of lge_drrn.py
         return record["turns"]
-    if "text" in record:  # of loop_ppo.py
-        return [{"action": "", "reply": record["text"]}]
     texts, actions = record["observations"], record["actions"]
     turns = [{"action": a, "reply": r} for a, r in zip(actions, envs.replies(texts, actions), strict=True)]
     for name, values in (

@@ -11,6 +11,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_scienceworld
 import numpy as np
@@ -838,3 +839,10 @@ def test_learns_a_small_world(toy, tmp_path, seed):
     }
     _, summary = run(tmp_path, **options, eval_every=1500, eval_episodes=12, seed=seed, copy_every=20)
     assert summary["eval_test_success"] > 0.9
+
+
+def test_the_guides_rank_of_an_action():
+    guide = object.__new__(lge_drrn.Guide)
+    guide.cosines = lambda view: np.array([0.1, 0.9, 0.5])
+    view = SimpleNamespace(valid=np.array([7, 3, 5]))
+    assert [guide.rank(view, action) for action in (3, 5, 7)] == [1, 2, 3]

@@ -986,6 +986,25 @@ def test_the_habits_are_counted():
     )
 
 
+def test_what_was_played_is_written_down_turn_by_turn(tmp_path, skilled, monkeypatch):
+    """With each turn's reward and the mean log-prob of its tokens, by the sampler."""
+    played, behaviour = [], loop_ppo.behaviour
+    monkeypatch.setattr(loop_ppo, "behaviour", lambda *given: played.extend(given[0]) or behaviour(*given))
+    folder, _ = run_of(tmp_path, iterations=1, model=skilled)
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    of_text = {t.text: t for t in played}
+    for row in rows:
+        t, turns = of_text[row["text"]], row["turns"]
+        assert row["text"].endswith("".join(turn["action"] + turn["reply"] for turn in turns))
+        assert sum(turn["reward"] for turn in turns) == pytest.approx(row["return"]) and len(turns) == len(
+            t.said
+        )
+        first = len(t.turns[0])
+        assert turns[0]["log-prob"] == pytest.approx(sum(t.logps[:first]) / first)
+        assert turns[-1]["log-prob"] == pytest.approx(np.mean(t.logps[-len(t.turns[-1]) :]))
+    assert any(len(row["turns"]) > 1 for row in rows)
+
+
 def test_who_was_dropped_is_written_down_once(tmp_path, skilled, monkeypatch):
     monkeypatch.setattr(loop_ppo, "has_enough", lambda *_: True)
     folder, _ = run_of(tmp_path, iterations=1, model=skilled)

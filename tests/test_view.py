@@ -54,13 +54,14 @@ def test_the_page_holds_the_run_and_nothing_from_outside(run):
 
 
 def test_every_script_s_dialogues_are_understood():
-    loop = {"iteration": 1, "answer": "t", "return": 0.5, "fate": "ended", "text": "Task\n> x"}
+    turn = {"action": "x", "reply": "\n=> 1\n", "reward": 0.5, "log-prob": -0.25}
+    loop = {"iteration": 1, "return": 0.5, "fate": "ended", "text": "Task\nx\n=> 1\n", "turns": [turn]}
     lge = {
         "variation": 3,
         "score": 1.0,
         "turns": [{"action": "look", "reply": "a room", "reward": 0, "Q": 1.5}],
     }
-    assert view.turns_of(loop) == [{"action": "", "reply": "Task\n> x"}]
+    assert view.turns_of(loop) == [{"action": "", "reply": "Task\n"}, turn]
     assert view.turns_of(lge)[0]["Q"] == 1.5
 
 
