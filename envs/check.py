@@ -219,11 +219,11 @@ def main() -> int:
     parser.add_argument(
         "id", help="package.module:Class, an id of gymnasium, or one that python -m envs lists"
     )
-    parser.add_argument("--option", default="", metavar="NAME=VALUE,NAME=VALUE", help="options of the world")
+    parser.add_argument("--world", default="", metavar="NAME=VALUE,NAME=VALUE", help="options of the world")
     parser.add_argument("--traceback", action="store_true", help="show where a broken rule was broken")
     args = parser.parse_args()
     try:
-        make = maker(args.id, **envs.options(args.option))
+        make = maker(args.id, **envs.options(args.world))
         world = make()
     except (ValueError, TypeError, envs.Unavailable, envs.WorldBroken) as error:
         print(f"envs.check: {error}".splitlines()[0], file=sys.stderr)

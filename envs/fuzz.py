@@ -162,11 +162,11 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=10_000, help="how many to play, at least")
     parser.add_argument("--seed", type=int, default=0, help="another one says other things")
     parser.add_argument("--limit", type=float, default=15.0, help="seconds that a step may take")
-    parser.add_argument("--option", default="", metavar="NAME=VALUE,...", help="options of the world")
+    parser.add_argument("--world", default="", metavar="NAME=VALUE,...", help="options of the world")
     args = parser.parse_args()
     began = time.perf_counter()
     try:
-        world = envs.make(args.id, **envs.options(args.option))
+        world = envs.make(args.id, **envs.options(args.world))
         counts = fuzz(world, args.turns, args.seed, args.limit)
         world.close()
     except (ValueError, envs.Unavailable) as error:

@@ -157,11 +157,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m envs.play", description="Play a world, or let an agent play."
     )
-    parser.add_argument("id", help="one of: " + ", ".join(envs.ENVS))
+    known = ", ".join([*envs.ENVS, "module:Class", "an id of gymnasium"])
+    parser.add_argument("id", help=f"one of: {known}")
     parser.add_argument("--index", type=int, help="number of the task; drawn if not given")
     parser.add_argument("--seed", type=int, help="seed of that draw, and of the agent's")
-    about = "options of the world, as in envs.make: oracle=FOLDER,matching=paper; may be repeated"
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help=about)
+    about = "options of the world, as in envs.make: oracle=FOLDER,matching=paper"
+    parser.add_argument("--world", default="", metavar="NAME=VALUE,...", help=about)
     parser.add_argument("--show-answer", action="store_true", help="say what is hidden before the first turn")
     parser.add_argument(
         "--agent", metavar="FOLDER", help="a run, or a Hugging Face causal language model, plays"
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--greedy", action="store_true", help="the agent writes its likeliest tokens")
     args = parser.parse_args()
     try:
-        world = envs.make(args.id, **envs.options(",".join(args.option)))
+        world = envs.make(args.id, **envs.options(args.world))
         task = {} if args.index is None else {"index": args.index}
         observation, info = world.reset(seed=args.seed, options=task)
         player = player_of(args, world)

@@ -496,7 +496,7 @@ def test_a_person_can_leave_and_lose():
 
 def test_a_person_can_choose_the_worlds_options():
     """By the authors' rule a question of which the last word is right is right."""
-    options = ["envs.play", "twenty-questions", "--index", "11", "--option", "matching=paper"]
+    options = ["envs.play", "twenty-questions", "--index", "11", "--world", "matching=paper"]
     assert "Solved." in run("-m", *options, stdin="Is it a cat or a dog?\n").stdout
 
 
@@ -506,8 +506,8 @@ def test_a_person_can_choose_the_worlds_options():
         ["chess"],
         ["twenty-questions", "--index", "999"],
         ["twenty-questions", "--seed", "-5"],
-        ["twenty-questions", "--option", "matching=loose"],
-        ["twenty-questions", "--option", "orcale=x"],
+        ["twenty-questions", "--world", "matching=loose"],
+        ["twenty-questions", "--world", "orcale=x"],
     ],
 )
 def test_play_refuses_nonsense_in_one_line(args):

@@ -112,8 +112,8 @@ def test_on_the_command_line(monkeypatch, capsys):
 
     code, said, _ = call("mini-detective", "--turns", "100")
     assert code == 0 and said.startswith("mini-detective: no promise broken; ")
-    code, _, errors = call("guess-my-city", "--option", "matching=paper")
+    code, _, errors = call("guess-my-city", "--world", "matching=paper")
     assert code == 1 and errors.startswith("guess-my-city: ") and errors.count("\n") == 1
-    for words in (["chess"], ["apps", "--option", "matching=paper"]):
+    for words in (["chess"], ["apps", "--world", "matching=paper"]):
         code, _, errors = call(*words)
         assert code == 2 and errors.count("\n") == 1
