@@ -192,8 +192,8 @@ def load(auto, source: str, args: Args):
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
-        why = runs.why_not_loaded(source, error)
-        raise ValueError(f"no model in {source}; python sft.py --env {args.env} makes one: {why}") from error
+        why = runs.why_not_loaded(source, error, args)
+        raise ValueError(f"no model in {source}: {why}") from error
     return model.to(args.device).eval(), tokenizer
 
 

@@ -82,7 +82,7 @@ class Agent:
             if report["missing_keys"] or self.tokenizer.eos_token is None:
                 raise ValueError("weights or the end token are missing")
         except Exception as error:  # what a folder can hold has no end, nor have the errors
-            reason = why_not_loaded(folder, error)
+            reason = why_not_loaded(str(source), error)
             raise ValueError(f"{folder} is no folder of a causal language model: {reason}") from error
         if seed is not None:
             torch.manual_seed(seed)

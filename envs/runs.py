@@ -152,11 +152,22 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}: not here, take {' or '.join(usable)}; {reason}") from error
 
 
-def why_not_loaded(source: str, error: Exception) -> str:
-    """Why there is no model in a folder, or of a name, which may have been meant for a folder."""
+def why_not_loaded(source: str, error: Exception, args=None) -> str:
+    """Why there is no model in a folder, or of a name, which may have been meant for a folder.
+
+    With the arguments of a script, a folder that none of them names is its own choice: it is one in
+    checkpoints/ that this world does not have, and `sft.py` makes another.
+    """
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if Path(source, "actor").is_dir():
+        return f"it is the folder of a run; its model is in {Path(source, 'actor')}"
     if Path(source).exists():
         return reason
+    if args is not None and source not in vars(args).values():
+        flag = "--actor" if hasattr(args, "actor") else "--model"
+        world = f" --world {args.world}" if args.world else ""
+        sft = f"python sft.py --env {args.env}{world} makes a model in a folder that it prints"
+        return f"there is no such folder; {sft}: then {flag} FOLDER/actor"
     is_name = source.count("/") <= 1 and source[:1] not in (".", "/", "~")
     return f"there is no such folder; as a name: {reason}" if is_name else "there is no such folder"
 

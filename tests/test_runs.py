@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -260,6 +261,23 @@ def test_why_there_is_no_model(tmp_path):
     for path in (f"{tmp_path}/no", "./no", "runs/RUN/actor"):
         assert runs.why_not_loaded(path, error) == "there is no such folder"
     assert runs.why_not_loaded("gpt3", error) == "there is no such folder; as a name: first"
+    (tmp_path / "actor").mkdir()
+    said = f"it is the folder of a run; its model is in {tmp_path}/actor"
+    assert runs.why_not_loaded(str(tmp_path), error) == said
+
+
+@pytest.mark.parametrize("flag", ["actor", "model"])
+def test_a_world_without_a_checkpoint_is_told_how_to_make_a_model(flag):
+    """What somebody asked for by name is no such world's: sft.py would not make it."""
+    known = {"env": "my:World", "world": "size=3"}
+    said = runs.why_not_loaded("checkpoints/my:World", OSError(), SimpleNamespace(**known, **{flag: ""}))
+    assert "python sft.py --env my:World --world size=3 makes a model" in said
+    assert said.endswith(f"--{flag} FOLDER/actor")
+    said = runs.why_not_loaded("checkpoints/x", OSError(), SimpleNamespace(**known | {"world": "", flag: ""}))
+    assert "--env my:World makes" in said
+    for source in ("gpt2", "runs/RUN/actor"):
+        given = SimpleNamespace(**known, **{flag: source})
+        assert "sft.py" not in runs.why_not_loaded(source, OSError("offline"), given)
 
 
 def test_a_saved_model_says_what_it_is(tmp_path):
