@@ -39,6 +39,7 @@ tests/test_envs.py holds every world of ENVS to all this; docs/your_world.md lis
 import inspect
 import os
 import re
+import traceback
 from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
@@ -184,7 +185,17 @@ def construct(id: str, target: str, options: dict):
     needed = [name for name, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not set(needed) <= set(options):
         raise ValueError(f"{id} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}")
-    return world_class(**options)
+    try:
+        return world_class(**options)
+    except (ImportError, FileNotFoundError, NotAWorld, Unavailable, WorldBroken):
+        raise
+    except Exception as error:  # of somebody's own class, of which no other line would say where
+        if id in ENVS:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        at = ([frame for frame in frames if frame.filename == found.__file__] or frames)[-1]
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{id}: {kind}{error} ({at.filename}, line {at.lineno})") from error
 
 
 def options(text: str) -> dict[str, int | str]:

@@ -39,7 +39,9 @@ def adapt(id: str, options: dict) -> "Adapted":
         return Adapted(partial(gymnasium.make, id, disable_env_checker=True, **options), id)
     except gymnasium.error.UnregisteredEnv as error:
         known = ", ".join([*envs.ENVS, "module:Class", "ids of gymnasium (docs/your_world.md)"])
-        raise ValueError(f"unknown environment {id!r}; known: {known}") from error
+        module, _, name = id.rpartition(".")
+        hint = f" (or is it {module}:{name}?)" if module and name.isidentifier() else ""
+        raise ValueError(f"unknown environment {id!r}{hint}; known: {known}") from error
     except gymnasium.error.Error as error:
         raise ValueError(f"{id}: {error}") from error
 
@@ -113,9 +115,13 @@ class Adapted(gymnasium.Env):
         if self.keeps_dialogue:
             text = f"{so_far}\n{text.strip()}\n"
         elif self.append_only and not text.startswith(so_far):
+            differs = next(k for k in range(len(so_far)) if so_far[k] != text[k : k + 1])
+            shown = slice(max(0, differs - 20), differs + 40)  # a dialogue can be long
+            wanted, found = repr(so_far[shown]), repr(text[shown])
             raise envs.NotAWorld(
                 f"{self.id}: append_only is True, but an observation does not begin with the last one and the"
-                " action; without append_only the dialogue is put together for it"
+                f" action: {found} stands where {wanted} should; without append_only the dialogue is put"
+                " together for it"
             )
         self.observation = text
         self.turns += 1

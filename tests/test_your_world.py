@@ -212,6 +212,16 @@ class Choosy(Bare):
         assert type(size) is int
 
 
+class Squares(Bare):
+    def __init__(self, lamps="seven"):
+        self.count = lamps**2
+
+
+class Picky(Bare):
+    def __init__(self):
+        raise ValueError("7 is no size")
+
+
 class Loose(Bare):
     def __init__(self, size=1, count: "int" = 2, folder: str = ""):
         self.got = size, count, folder
@@ -232,8 +242,12 @@ WRONG = {
     f"{HERE}:NoInfo": r".*step must return \(text, reward, terminated, truncated, info\), not \('text', 1",
     f"{HERE}:NoReward": r".*the reward that step returns must be a number, not None",
     f"{HERE}:Nan": r".*the reward that step returns must be a number, not nan",
-    f"{HERE}:Vain": r".*append_only is True, but an observation does not begin with the last one",
+    f"{HERE}:Vain": r".*append_only is True, but an observation does not begin with the last one and the"
+    r" action: 'You said 1.' stands where 'Seed \d+.1' should; without",
+    "mine.my_world.HigherLower": r"unknown environment .* \(or is it mine.my_world:HigherLower\?\); known: ",
     f"{HERE}:Choosy": r".*Choosy needs the option size",
+    f"{HERE}:Squares": r".*:Squares: TypeError: unsupported .* \(/.*/test_your_world.py, line \d+\)$",
+    f"{HERE}:Picky": r".*:Picky: 7 is no size \(/.*/test_your_world.py, line \d+\)$",
 }
 
 
