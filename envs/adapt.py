@@ -51,6 +51,17 @@ def registered(world: str, render_mode: str | None = None, **options) -> "Adapte
     return Adapted(partial(envs.make, world, **options), world, render_mode)
 
 
+def apart(text: str, wanted: str) -> str:
+    """Where a text parts from one that it should be or begin with; a dialogue can be long.
+
+    >>> apart("Begin.Go", "Begin.\\nGo")
+    "'Begin.Go' stands where 'Begin.\\\\nGo' should"
+    """
+    k = next((k for k in range(len(wanted)) if wanted[k] != text[k : k + 1]), len(wanted))
+    shown = slice(max(0, k - 20), k + 40)
+    return f"{text[shown]!r} stands where {wanted[shown]!r} should"
+
+
 class AnyText(gymnasium.spaces.Text):
     """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
 
@@ -115,13 +126,9 @@ class Adapted(gymnasium.Env):
         if self.keeps_dialogue:
             text = f"{so_far}\n{text.strip()}\n"
         elif self.append_only and not text.startswith(so_far):
-            differs = next(k for k in range(len(so_far)) if so_far[k] != text[k : k + 1])
-            shown = slice(max(0, differs - 20), differs + 40)  # a dialogue can be long
-            wanted, found = repr(so_far[shown]), repr(text[shown])
             raise envs.NotAWorld(
                 f"{self.id}: append_only is True, but an observation does not begin with the last one and the"
-                f" action: {found} stands where {wanted} should; without append_only the dialogue is put"
-                " together for it"
+                f" action: {apart(text, so_far)}; without append_only the dialogue is put together for it"
             )
         self.observation = text
         self.turns += 1

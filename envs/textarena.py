@@ -1,9 +1,6 @@
-"""The games for one player of TextArena, a package of its own: pip install textarena
+"""The games for one player of TextArena, a package of its own (pip install textarena): docs/your_world.md.
 
-    python sft.py --env envs.textarena:TextArena --demonstrations 2000
-    python loop_ppo.py --env envs.textarena:TextArena --world game=GuessTheNumber-v0-raw --model FOLDER
-
-Without the network start Mastermind, GuessTheNumber, FrozenLake, Sokoban and TowerOfHanoi, each -v0-raw.
+python sft.py --env envs.textarena:TextArena --demonstrations 2000
 """
 
 import random
@@ -18,10 +15,12 @@ class TextArena:
     """A game. Its end has the reward, 1 for a win and less for a part of it; of one invalid move it warns."""
 
     def __init__(self, game: str = "Mastermind-v0-raw"):
+        if not game.endswith("-raw"):  # what the others say comes through wrappers, in another form
+            raise ValueError(f"game={game}: take an id of TextArena that ends in -raw, as Mastermind-v0-raw")
         import textarena  # here, so that whoever has no such package can read this file
 
         self.game = textarena.make(game)
-        self.players = {"scripted": mastermind} if game.startswith("Mastermind-v0") else {}
+        self.players = {"scripted": mastermind} if game == "Mastermind-v0-raw" else {}
 
     def reset(self, seed: int, options: dict) -> tuple[str, dict]:
         self.random = random.Random(seed)
