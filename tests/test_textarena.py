@@ -1,7 +1,11 @@
 """The games of TextArena as worlds of one's own."""
 
 import random
+import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,6 +51,22 @@ def test_a_win_is_a_success_and_its_return_is_1():
 def test_the_scripted_player_wins():
     made = envs.make(ID).demonstrations(20, seed=0)
     assert envs.summarise(made)["success"] == 1.0 and len({d["actions"][0] for d in made}) > 10
+
+
+def test_the_page_s_class_gives_another_game_a_player(monkeypatch):
+    page = Path(__file__).parent.parent / "docs/your_world.md"
+    example = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)[-1]
+    module = ModuleType("my_game")
+    exec(example, vars(module))
+    monkeypatch.setitem(sys.modules, "my_game", module)
+    envs.check.has_players(envs.check.maker("my_game:GuessTheNumber"))
+    made = envs.make("my_game:GuessTheNumber").demonstrations(10, seed=0)
+    assert 0 < envs.summarise(made)["success"] < 1
+
+
+def test_only_the_plain_mastermind_has_a_player():
+    """The others have other codes."""
+    assert envs.make(ID).players and not envs.make(ID, game="Mastermind-v0-hard-raw").players
 
 
 def test_games_in_threads_are_those_that_were_played_one_by_one():

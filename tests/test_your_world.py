@@ -30,7 +30,7 @@ from envs.twenty_questions import TwentyQuestions
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/your_world.md").read_text(encoding="utf-8")
-EXAMPLE = re.search(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[1]
+EXAMPLE, SHOWN = (re.search(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)[1] for kind in ("python", "json"))
 ID = "mine.my_world:HigherLower"
 
 
@@ -380,7 +380,7 @@ class Invents(Bare):
 
 
 class Shows(Bare):
-    """Demonstrations that are right but for what a test changes; the world has five tasks, and says more."""
+    """The page's demonstration, which is right but for what a test changes."""
 
     def reset(self, seed, options):
         self.number = seed % 5
@@ -391,9 +391,7 @@ class Shows(Bare):
         return "Right." if won else "Wrong.", 0.0, won, False, {"result": {"success": won}}
 
     def demonstrations(self, n, seed):
-        texts = ["Guess.\n", "Guess.\n1\nWrong.\n", "Guess.\n1\nWrong.\n3\nRight.\n"]
-        made = {"observations": texts, "actions": ["1", "3"], "rewards": [0.0, 0.0], "answer": "3"}
-        return [made | {"terminated": True, "success": True} for _ in range(n)]
+        return [json.loads(SHOWN)] * n
 
 
 def changed(**parts):
