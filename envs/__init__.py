@@ -16,6 +16,7 @@ for one of your own, which need not have it, envs/adapt.py puts defaults in its 
     append_only                 True: the next observation begins with the last one and info["action"];
                                 False: it is written anew and is all that a policy is given
     best_return, expert_return  mean returns over the tasks; None where unknown
+    rules                       for a person who plays, in a few sentences; may be missing
     players                     name -> player(observation, rng) -> action, rng a random.Random
     demonstrations(n, seed)     scripted dialogues of the world `demonstration_env`, to warm up on
 

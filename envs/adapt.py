@@ -95,6 +95,7 @@ class Adapted(gymnasium.Env):
         self.max_action_chars = self.own("max_action_chars", most)
         self.best_return, self.expert_return = self.own("best_return"), self.own("expert_return")
         self.demonstration_env = self.own("demonstration_env", id)
+        self.rules = self.own("rules", "")
         self.observation_space, self.action_space = AnyText(10**7), AnyText(self.max_action_chars)
         self.over = True  # until the first reset
 

@@ -415,6 +415,10 @@ class Apps(gymnasium.Env):
     runs: "process" or, with the package pydantic-monty, the stricter "monty".
     """
 
+    rules = (
+        "Do the task in Python; you may look first. An empty line ends a loop. When all is done, call "
+        "apis.supervisor.complete_task(); 1 point is the most."
+    )
     id = "apps"
     max_action_chars = 1000
     append_only = True

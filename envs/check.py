@@ -35,6 +35,7 @@ WITHOUT = {  # what a world may have, and what happens without it
     "players": "archer_offline_iql.py needs --dataset; sft.py, too, without demonstrations",
     "demonstrations": "sft.py learns from the first of the players",
     "demonstration_env": "a start model is looked for in checkpoints/ under the name of the world",
+    "rules": "python -m envs.play does not explain the world",
     "expert_return": "nobody knows how well an expert plays",
     "best_return": "nobody knows what could be reached at best",
 }

@@ -644,6 +644,10 @@ class GuessMyCity(gymnasium.Env):
     `matching`, "strict" or "paper", when a guess is right (D3).
     """
 
+    rules = (
+        "A city is hidden. Ask about it; to guess it, ask whether it is that city. A question costs 1, the "
+        "right guess nothing."
+    )
     id = "guess-my-city"
     cities = CITIES
     num_tasks = len(CITIES)

@@ -192,6 +192,10 @@ class MiniDetective(gymnasium.Env):
     one too, is illegal: it changes nothing and costs a turn. No text of an action gets into an observation.
     """
 
+    rules = (
+        "A ruby was stolen in this house. Read the clues, find the ruby, accuse the thief. The last line "
+        f"says what you can do. The best score is {BEST}."
+    )
     id = "mini-detective"
     num_tasks = len(TASKS)
     max_turns = 60

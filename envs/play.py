@@ -9,6 +9,7 @@ python -m envs.play twenty-questions --agent runs/RUN --greedy  # it asks, you t
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,14 @@ import envs
 from envs.runs import why_not_loaded
 
 QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
+SHORT = {
+    "y": "Yes.",
+    "yes": "Yes.",
+    "n": "No.",
+    "no": "No.",
+    "?": "Invalid Question.",
+    "": "Invalid Question.",
+}
 
 # What plays: a function of the observations and the actions of a dialogue, which returns the next action.
 Player = Callable[[list[str], list[str]], str]
@@ -29,6 +38,14 @@ def typed(multiline: bool) -> str:
     while multiline and lines[0].rstrip().endswith(":") and lines[-1].strip():
         lines.append(input(". "))
     return "\n".join(lines)
+
+
+def introduction(world) -> str:
+    """What a person should know before the first turn: rules, number of turns, an example."""
+    lines = [getattr(world, "rules", ""), f"You have {world.max_turns} turns."]
+    if world.players:
+        lines.append(f"For example: {world.demonstrations(1, 0)[0]['actions'][0]}")
+    return textwrap.fill(" ".join(lines).strip(), 100) + "\n\n"
 
 
 def play(world, observation: str, player: Player) -> dict:
@@ -44,17 +61,17 @@ def play(world, observation: str, player: Player) -> dict:
     return info["result"]
 
 
-def answer(player: Player, turns: int) -> None:
+def answer(player: Player, hidden: list[str], turns: int) -> None:
     """The other way round: the player, an agent, asks and you answer."""
-    print("Think of one of its words. y is yes, n no, ? no such question; c, correct, ends the game.")
+    print(textwrap.fill(f"Think of one of these: {', '.join(hidden)}.", 100) + "\n")
+    print("y is Yes, n is No, ? no such question; else type what is true. c, correct, ends the game.")
     observations, actions = [QUESTIONS], []
     for _ in range(turns):
         actions.append(player(observations, actions))
-        reply = input("Answer: ")[:1].lower()
-        if reply == "c":
+        reply = input("Answer: ").strip()
+        if reply.lower() in ("c", "correct"):
             return
-        said = {"y": "Yes.", "n": "No."}.get(reply, "Invalid Question.")
-        observations.append(f"{observations[-1]}{actions[-1]} {said}\n")
+        observations.append(f"{observations[-1]}{actions[-1]} {SHORT.get(reply.lower(), reply)}\n")
 
 
 # ------------------------------------------------------------------------------------ an agent
@@ -175,8 +192,10 @@ def main() -> int:
         observation, info = world.reset(seed=args.seed, options=task)
         player = player_of(args, world)
         if args.agent and observation == QUESTIONS:
-            answer(player, world.max_turns)
+            answer(player, getattr(world, "words", None) or world.cities, world.max_turns)
             return 0
+        if not args.agent:
+            print(introduction(world), end="")
         if args.show_answer:
             print(f"(hidden: {info['answer']})")
         result = play(world, observation, player)

@@ -293,6 +293,10 @@ class TwentyQuestions(gymnasium.Env):
     `matching`, "strict" or "paper", when a guess is right (D2).
     """
 
+    rules = (
+        "A thing is hidden. Ask questions that Yes or No answers; to guess it, ask whether it is that thing. "
+        "A question costs 1, the right guess nothing."
+    )
     id = "twenty-questions"
     words = WORDS
     num_tasks = len(WORDS)

@@ -450,6 +450,10 @@ class WebShop(gymnasium.Env):
     `data`, else 0.
     """
 
+    rules = (
+        "Buy what the instruction asks for: search[words], then click[what stands in brackets]. The better "
+        "it fits, the more points, 1 at most."
+    )
     id = "webshop"
     is_test = True
     max_turns = 10

@@ -476,7 +476,10 @@ def test_a_person_can_play_and_win():
         "-m", "envs.play", "twenty-questions", "--index", "11", stdin="Is it an animal?\n\nIs it a dog?\n"
     )
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout == "Questions:\n> Yes.\n> Invalid Question.\n> Yes.\nSolved.\n3 turns, return -2\n"
+    rules, dialogue = result.stdout.split("\n\n")
+    assert dialogue == "Questions:\n> Yes.\n> Invalid Question.\n> Yes.\nSolved.\n3 turns, return -2\n"
+    rules = " ".join(rules.split())
+    assert rules.startswith("A thing is hidden.") and "You have 20 turns. For example: Is it " in rules
 
 
 def test_a_person_can_type_a_loop():
@@ -489,7 +492,7 @@ def test_a_person_can_leave_and_lose():
         "-m", "envs.play", "twenty-questions", "--index", "11", "--show-answer", stdin="Is it a cat?\n"
     )
     assert left.returncode == 0 and left.stderr == ""
-    assert left.stdout == "(hidden: dog)\nQuestions:\n> No.\n> \nGoodbye. It was: dog\n"
+    assert left.stdout.endswith("\n\n(hidden: dog)\nQuestions:\n> No.\n> \nGoodbye. It was: dog\n")
     lost = run("-m", "envs.play", "twenty-questions", "--seed", "1", stdin="x\n" * 20)
     assert lost.stdout.endswith("Not solved. It was: desk\n20 turns, return -20\n")
 
@@ -588,9 +591,21 @@ def test_an_agent_asks_a_person(agent, play_it):
     command = ["twenty-questions", "--agent", str(agent), "--greedy"]
     result = run("-m", "envs.play", *command, stdin="y\n?\nc\n")
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.startswith("Think of one of its words") and result.stdout.count("Answer: ") == 3
+    assert (
+        result.stdout.startswith("Think of one of these: basketball, ")
+        and result.stdout.count("Answer: ") == 3
+    )
     code, left, _ = play_it(*command, stdin="y\n")
     assert code == 0 and left.endswith("Goodbye.\n") and left.count("Answer: ") == 2
+
+
+def test_a_person_answers_in_words_where_yes_and_no_are_not_all(monkeypatch, capsys):
+    """As in Guess My City: what is typed is what the agent reads."""
+    typed, seen = iter(["My city is in Asia.", "NO", "", "correct"]), []
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    envs.play.answer(lambda observations, _: seen.append(observations[-1]) or "Is it?", ["Rome", "Oslo"], 20)
+    assert seen[-1] == "Questions:\nIs it? My city is in Asia.\nIs it? No.\nIs it? Invalid Question.\n"
+    assert len(seen) == 4 and capsys.readouterr().out.startswith("Think of one of these: Rome, Oslo.\n")
 
 
 def test_what_is_wrong_with_an_agent_is_said_in_one_line(agent, play_it, tmp_path):
