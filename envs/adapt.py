@@ -165,7 +165,10 @@ class Adapted(gymnasium.Env):
 
     @property
     def players(self) -> dict:
-        return self.own("players", {})
+        players = self.own("players", {})
+        if not isinstance(players, dict) or not all(map(callable, players.values())):
+            raise envs.NotAWorld(f"{self.id}: players are {players!r:.80}, and no dict of functions by name")
+        return players
 
     def own(self, name: str, default=None):
         """What the world itself has by this name, also behind gymnasium's wrappers."""

@@ -289,6 +289,8 @@ def test_no_players_are_one_line(monkeypatch, capsys):
     world = envs.make(f"{HERE}:Bare")
     with pytest.raises(ValueError, match=r"neither players nor demonstrations to learn from: give --dataset"):
         world.demonstrations(2, seed=0)
+    with pytest.raises(ValueError, match=r"NoPlayers: players are \[.*, and no dict of functions by name$"):
+        envs.make(f"{HERE}:NoPlayers").demonstrations(2, seed=0)
     with pytest.raises(ValueError, match=r"no player 'random'; .*:Bare has: none, so give --dataset FILE$"):
         envs.datasets.make_dialogues(world, 1, 0, "random=1")
     monkeypatch.setattr("sys.argv", ["envs.speed", f"{HERE}:Bare"])
@@ -388,7 +390,7 @@ class Shows(Bare):
 
     def step(self, action):
         won = action == str(self.number)
-        return "Right." if won else "Wrong.", 0.0, won, False, {"result": {"success": won}}
+        return "Right." if won else "Wrong.", won - 1, won, False, {"result": {"success": won}}
 
     def demonstrations(self, n, seed):
         return [json.loads(SHOWN)] * n
@@ -415,6 +417,9 @@ NOT_SHOWN = {
         changed(**FALSE),
         r"task 3 begins likewise, but then '.*3\\nWrong.*' stands where '.*3\\nRight",
     ),
+    "other rewards": (changed(rewards=[0, 0]), r"task 3 has rewards = \[-1.0, 0.0\], not \[0, 0\]"),
+    "another end": (changed(terminated=False), "task 3 has terminated = True, not False"),
+    "no success": (changed(success=False), "task 3 has success = True, not False"),
     "another world's": (
         changed(answer="dog"),
         "no task begins with .* and has the answer 'dog'; task 0 begins",
