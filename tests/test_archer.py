@@ -1594,7 +1594,7 @@ def test_a_missing_folder_is_one_line_that_says_how_to_make_it(folders, tmp_path
 
 def test_a_missing_critic_is_seen_before_anything_is_played(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(archer, "rollout", None)
-    with pytest.raises(ValueError, match=r"nowhere; .* there is no such folder$"):
+    with pytest.raises(ValueError, match=r"nowhere: there is no such folder$"):
         go(tmp_path / "runs", folders, critic=str(tmp_path / "nowhere"))
 
 

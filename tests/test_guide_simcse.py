@@ -668,7 +668,7 @@ def one_line(capsys) -> str:
     ("changes", "said"),
     [
         ({"encoder": "/nowhere"}, "/nowhere cannot be loaded"),
-        ({"lr": -1.0}, "learning rate: -1.0"),
+        ({"lr": -1.0}, "--lr -1.0: it must be above 0"),
         ({"width": 100}, "hidden size (100)"),
         ({"resume": "/nowhere"}, "there is no folder /nowhere"),
     ],

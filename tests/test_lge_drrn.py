@@ -383,7 +383,7 @@ def test_the_newest_guide_is_found(house, tmp_path, monkeypatch):
         (["--task", "cook"], "cook"),
         (["--guide", "/nowhere"], "/nowhere"),
         (["--resume", "/nowhere"], "/nowhere"),
-        (["--lr", "-1"], "learning rate"),
+        (["--lr", "-1"], "--lr -1.0: it must be above 0"),
     ],
 )
 def test_bad_arguments_are_one_line(house, options, said, tmp_path, monkeypatch, capsys):

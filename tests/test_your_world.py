@@ -600,7 +600,8 @@ def test_play_takes_it(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda prompt: next(guesses))
     monkeypatch.setattr("sys.argv", ["envs.play", ID, "--index", "0"])
     assert envs.play.main() == 0
-    said = capsys.readouterr().out
+    turns, _, said = capsys.readouterr().out.partition("\n\n")
+    assert turns.startswith("You have 6 turns. For example: ")
     assert (
         said.startswith("Guess a number from 1 to 20.\nHigher.\n") and "Solved.\n4 turns, return -3\n" in said
     )
