@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
 import sft
+from envs import runs
 from sft import ACTION, CONTEXT, REPLY
 
 ROOT = Path(sft.__file__).parent
@@ -808,7 +809,7 @@ def test_killed_and_resumed_to_the_bit(tmp_path):
     assert (run / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
 
 
-def test_what_is_wrong_is_one_line(tmp_path):
+def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys):
     for words, said in [
         (["--env", "nowhere"], "unknown environment"),
         (["--world", "rules=odd"], "no option 'rules'"),
@@ -816,9 +817,11 @@ def test_what_is_wrong_is_one_line(tmp_path):
         (["--dataset", "nothing"], "nothing"),
         (["--resume", str(tmp_path)], "args.json"),
     ]:
-        result = command(*words, "--runs", tmp_path / "runs")
-        assert result.returncode == 2 and said in result.stderr, result.stderr
-        assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("sft.py: ")
+        monkeypatch.setattr(sys, "argv", ["sft.py", *words, "--runs", str(tmp_path / "runs")])
+        with pytest.raises(SystemExit) as error:
+            runs.cli(sft.Args, sft.main)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and said in line and line.startswith("sft.py: ")
 
 
 def test_a_damaged_checkpoint_is_a_sentence(tmp_path):
