@@ -6,7 +6,7 @@ for some seeds and equal steps.
     python benchmarks/lge.py --tasks T12 --seeds 3         # one task
     python benchmarks/lge.py --quick                       # minutes, and its figures mean nothing
     python benchmarks/lge.py --out docs/lge_drrn.md        # puts the table between the file's two marks
-    python benchmarks/lge.py --known docs/lge_cells.jsonl  # what has been run elsewhere is not run again
+    python benchmarks/lge.py --results lge.csv             # what is in this file is not run again
 
 Every cell is one run of lge_drrn.py in a folder of its own below --runs. One that has ended is not run again,
 one that was killed goes on from its last checkpoint. The guide is trained before, by guide_simcse.py. Printed
@@ -20,17 +20,14 @@ import csv
 import json
 import re
 import statistics
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
 import tyro
-from tables import check, draw, insert, interval, read_lines, stop, write_lines
+from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs.scienceworld import TASKS as NAMES
@@ -72,7 +69,7 @@ class Args:
     options: str = ""  # for every run, as one text: "--steps 100000 --eval-every 1000"
     split: Literal["test", "dev", "training"] = "test"  # whose score is printed
     runs: Path = Path("runs/lge")  # folder of the runs
-    known: Path | None = None  # file of cells, a line each: what is in it is not run, what is run joins it
+    results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
     quick: bool = False  # one task, one seed, eight steps, to see that all works
 
@@ -110,15 +107,10 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     folder = args.runs / group_of(args, guide, row) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
     if run := finished(folder):
         return run
-    command = [sys.executable, str(SCRIPT), "--task", task, "--seed", str(seed), "--guide", guide]
-    command += ["--runs", str(folder), *ROWS[row], *options.split()]
+    given = ["--task", task, "--seed", seed, "--guide", guide, "--runs", folder, *ROWS[row], *options.split()]
     if begun := sorted(folder.glob("*/checkpoint.pt")):
-        command = [sys.executable, str(SCRIPT), "--resume", str(begun[-1].parent)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(
-            f"{task}, {row}, seed {seed}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
-        )
+        given = ["--resume", begun[-1].parent]
+    launch(f"{task}, {row}, seed {seed}", SCRIPT, *given)
     if not (run := finished(folder)):  # Ctrl-C goes to the whole group of processes
         raise RuntimeError(f"{task}, {row}, seed {seed}: stopped; the same command goes on")
     print(f"{task}, {row}, seed {seed}: done", file=sys.stderr)
@@ -134,7 +126,8 @@ def outcome(run: Path) -> dict:
         "training": "rollout/score",
     }.items():
         curves[name] = [(row["iteration"], round(row[tag], 2)) for row in rows if tag in row]
-    return {"summary": json.loads((run / "summary.json").read_text(encoding="utf-8")), "curves": curves}
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return summary | {f"curve {name}": points for name, points in curves.items()}
 
 
 def main(args: Args) -> str:
@@ -151,36 +144,16 @@ def main(args: Args) -> str:
     tasks = tuple(f"T{n}" for n in range(30)) if args.tasks == ("all",) else args.tasks
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
-    # --- the cells: those known, and those to run
-    known, lock, groups = (
-        read_lines(args.known),
-        threading.Lock(),
-        {row: group_of(args, guide, row) for row in ROWS},
-    )
-    outcomes = {
-        (r["task"], r["method"], r["seed"]): r for r in known if r["group"] == groups.get(r["method"])
-    }
+    # --- the runs: those known, and those to make
+    groups = {row: group_of(args, guide, row) for row in ROWS}
     cells = [(task, row, seed) for seed in seeds for task in tasks for row in args.methods]
 
-    def run_and_keep(cell: tuple[str, str, int]) -> None:
-        ended = outcome(run_cell(args, guide, *cell))
-        with lock:
-            outcomes[cell] = {
-                "group": groups[cell[1]],
-                "task": cell[0],
-                "method": cell[1],
-                "seed": cell[2],
-            } | ended
-            known.append(outcomes[cell])
-            if args.known:
-                write_lines(args.known, known)
+    def run(group: str, task: str, row: str, seed: int) -> dict:
+        return outcome(run_cell(args, guide, task, row, seed))
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        try:
-            list(pool.map(run_and_keep, [cell for cell in cells if cell not in outcomes]))
-        except (RuntimeError, OSError) as error:
-            pool.shutdown(cancel_futures=True)
-            stop(str(error))
+    key = ("group", "task", "method", "seed")
+    found = run_missing(key, [(groups[cell[1]], *cell) for cell in cells], run, args.results, args.jobs)
+    outcomes = {cell: found[groups[cell[1]], *cell] for cell in cells}
 
     # --- curves
     folder = args.runs / group_of(args, guide)
@@ -189,12 +162,12 @@ def main(args: Args) -> str:
         writer = csv.writer(file)
         writer.writerow(["task", "method", "seed", "split", "step", "score"])
         for cell in cells:
-            for split, points in outcomes[cell]["curves"].items():
-                writer.writerows([*cell, split, *point] for point in points)
+            for split in ("dev", "test", "training"):
+                writer.writerows([*cell, split, *point] for point in outcomes[cell][f"curve {split}"])
     means = {}
     for task in tasks:
         for row in args.methods:
-            by_seed = zip(*[outcomes[task, row, seed]["curves"][args.split] for seed in seeds], strict=True)
+            by_seed = zip(*[outcomes[task, row, seed][f"curve {args.split}"] for seed in seeds], strict=True)
             mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
             means.setdefault(task, {})[row] = mean
     draw(means, "steps", folder / "curves.svg")
@@ -202,9 +175,9 @@ def main(args: Args) -> str:
     # --- table
     def score(task: str, row: str, seed: int) -> float:
         if args.split == "training":
-            points = outcomes[task, row, seed]["curves"]["training"]
+            points = outcomes[task, row, seed]["curve training"]
             return statistics.fmean(score for _, score in points[-max(1, len(points) // 10) :])
-        return outcomes[task, row, seed]["summary"][f"eval_{args.split}_score"]
+        return outcomes[task, row, seed][f"eval_{args.split}_score"]
 
     columns = [*args.methods, "paper: DRRN", "fixed", "increasing"]
     lines = [f"| task | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]

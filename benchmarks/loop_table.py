@@ -3,7 +3,7 @@
     python benchmarks/loop_table.py                            # hours; goes on where it was stopped
     python benchmarks/loop_table.py --quick                    # seconds, and its figures mean nothing
     python benchmarks/loop_table.py --out docs/loop_ppo.md     # puts the table between the file's two marks
-    python benchmarks/loop_table.py --known cells.jsonl        # what has been run elsewhere is not run again
+    python benchmarks/loop_table.py --results loop.csv         # what is in this file is not run again
     python benchmarks/loop_table.py --curves curves.svg        # draws, too, how it came to that
 
 Every cell is one run of loop_ppo.py in a folder of its own below --runs, from the checkpoint that the script
@@ -17,16 +17,13 @@ test splits, in percent. The paper's figures (Table 1) are of a 32B model in App
 import json
 import re
 import statistics
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 import tyro
-from tables import check, draw, insert, interval, read_lines, stop, write_lines
+from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
 
 SCRIPT = Path(__file__).parent.parent / "loop_ppo.py"
 ROWS = {  # the options of each row, and the paper's figures for it: normal TGC, SGC, challenge TGC, SGC
@@ -58,22 +55,10 @@ class Args:
     iterations: int = 120  # of every run, of a quarter of the tasks four times as many
     options: str = ""  # for every run, in one piece: --options="--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
-    known: Path | None = (
-        None  # file of cells, a line each; those in it are not run, and those that are run join it
-    )
+    results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
-    curves: Path | None = (
-        None  # file that gets an SVG: CURVES by iterations, means over the seeds whose cells have them
-    )
+    curves: Path | None = None  # SVG to draw: CURVES by iterations, means over the seeds that have them
     quick: bool = False  # two seeds of runs of one iteration, to see that all works
-
-
-def run(what: str, *options) -> None:
-    """Runs loop_ppo.py to its end."""
-    command = [sys.executable, str(SCRIPT), "--threads", "1", *map(str, options)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"{what}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
 def options_of(args: Args) -> list[str]:
@@ -91,7 +76,8 @@ def warm_start(args: Args) -> dict:
     """The checkpoint's own figures on the test splits, by a run of no iterations; made unless it is there."""
     folder = group(args) / "start"
     if not list(folder.glob("*/summary.json")):
-        run("warm start", "--env", args.env, *options_of(args), "--iterations", "0", "--runs", folder)
+        options = ["--threads", 1, "--env", args.env, *options_of(args), "--iterations", 0, "--runs", folder]
+        launch("warm start", SCRIPT, *options)
     summary = json.loads(sorted(folder.glob("*/summary.json"))[0].read_text(encoding="utf-8"))
     keys = [key for key in summary if key.startswith("test_")]
     return {re.sub("^(test_[a-z]+_)", r"\1warm_start_", key): summary[key] for key in keys}
@@ -117,11 +103,10 @@ def run_cell(args: Args, row: str, seed: int) -> dict:
         for path in folder.glob("*/summary.json"):
             path.unlink()  # of an interruption: not that of the run to come
         begun = sorted(folder.glob("*/checkpoint.pt"))
-        options = (
-            ["--resume", begun[-1].parent] if begun else ["--env", args.env, "--seed", seed, "--runs", folder]
-        )
-        options += [*options_of(args), "--iterations", iterations, *ROWS[row][0].split()]
-        run(f"{row}, seed {seed}", *options)
+        options = ["--resume", begun[-1].parent] if begun else ["--env", args.env, "--seed", seed]
+        options += [] if begun else ["--runs", folder]
+        options += ["--threads", 1, *options_of(args), "--iterations", iterations, *ROWS[row][0].split()]
+        launch(f"{row}, seed {seed}", SCRIPT, *options)
     if not finished():  # Ctrl-C goes to the whole group of processes
         raise RuntimeError(f"{row}, seed {seed}: stopped; the same command goes on")
     return finished()
@@ -131,36 +116,29 @@ def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     check(args.seeds, args.jobs, args.out, START, END)
     seeds = range(1, (2 if args.quick else args.seeds) + 1)
-    cells = [(row, seed) for seed in seeds for row in ROWS]
-    about = {"group": group(args).name, "iterations": args.iterations}
-    known, lock = read_lines(args.known), threading.Lock()
-    found = {(r["method"], r["seed"]): r for r in known if about.items() <= r.items()}
-    missing = [cell for cell in cells if cell not in found]
+    name = group(args).name
+    cells = [(name, args.iterations, row, seed) for seed in seeds for row in ROWS]
 
-    def run_and_keep(cell: tuple[str, int]) -> None:
-        summary = start | run_cell(args, *cell)
-        (path,) = folder_of(args, *cell).glob("*/summary.json")
-        logged = [row for row in read_lines(path.with_name("metrics.jsonl")) if row["iteration"] > 0]
-        curves = {tag: [round(100 * row.get(tag, 0.0), 1) for row in logged] for tag in CURVES}
-        with lock:
-            found[cell] = about | {"method": cell[0], "seed": cell[1], "summary": summary, "curves": curves}
-            known.append(found[cell])
-            if args.known:
-                write_lines(args.known, known)
+    lock = threading.Lock()
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        try:
-            start = warm_start(args) if missing else {}
-            list(pool.map(run_and_keep, missing))
-        except RuntimeError as error:
-            pool.shutdown(cancel_futures=True)
-            stop(str(error))
-    if missing := [key for key in COLUMNS.values() if key not in found[cells[0]]["summary"]]:
+    def run(group: str, iterations: int, row: str, seed: int) -> dict:
+        with lock:  # the first one makes it, the others find it
+            start = warm_start(args)
+        summary = start | run_cell(args, row, seed)
+        (path,) = folder_of(args, row, seed).glob("*/metrics.jsonl")
+        logged = [line for line in read_lines(path) if line["iteration"] > 0]
+        curves = {f"curve {tag}": [round(100 * line.get(tag, 0.0), 1) for line in logged] for tag in CURVES}
+        return summary | curves
+
+    key = ("group", "iterations", "method", "seed")
+    results = run_missing(key, cells, run, args.results, args.jobs)
+    found = {(row, seed): results[name, args.iterations, row, seed] for _, _, row, seed in cells}
+    if missing := [key for key in COLUMNS.values() if key not in found["RLOO", 1]]:
         stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
 
     def line(row: str, prefix: str, paper) -> str:
         keys = [prefix.join(re.match("(test_[a-z]+_)(.*)", key).groups()) for key in COLUMNS.values()]
-        ours = [interval([100 * found[row, seed]["summary"][key] for seed in seeds]) for key in keys]
+        ours = [interval([100 * found[row, seed][key] for seed in seeds]) for key in keys]
         theirs = " / ".join(map(str, paper or ["not at hand"]))
         return f"| {row if not prefix else 'warm start'} | {' | '.join(ours)} | {theirs} |"
 
@@ -175,16 +153,14 @@ def main(args: Args) -> str:
     if args.out:
         insert(table, args.out, START, END)
     if args.curves:
-        if not all(any("curves" in found[row, seed] for seed in seeds) for row in ROWS):
-            stop(f"--curves {args.curves}: a row has no cell with curves; run one without --known")
+        if not all(any("curve rollout/success" in found[row, seed] for seed in seeds) for row in ROWS):
+            stop(f"--curves {args.curves}: a row has no run with curves; make one without --results")
 
         def mean(row: str, tag: str) -> list[tuple[int, float]]:
-            by_seed = zip(
-                *(found[row, seed]["curves"][tag] for seed in seeds if "curves" in found[row, seed]),
-                strict=True,
-            )
+            curves = [found[row, seed].get(f"curve {tag}") for seed in seeds]
+            by_iteration = zip(*filter(None, curves), strict=True)
             step = 0.25 if row in QUARTERS else 1
-            return [(step * n, statistics.fmean(same)) for n, same in enumerate(by_seed, 1)]
+            return [(step * n, statistics.fmean(same)) for n, same in enumerate(by_iteration, 1)]
 
         panels = {f"{title}, %": {row: mean(row, tag) for row in ROWS} for tag, title in CURVES.items()}
         draw(panels, "iterations", args.curves)

@@ -1,10 +1,15 @@
-"""What the tables over several seeds share: checks, an interval, a file of cells, a place between two marks,
-curves."""
+"""What the tables over several seeds share: checks, runs and the CSV of their results, an interval, a place
+between two marks, curves."""
 
+import csv
 import itertools
 import json
 import statistics
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")  # Okabe and Ito's
@@ -60,12 +65,74 @@ def read_lines(path: Path | None) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write_lines(path: Path, records: list[dict]) -> None:
-    """The file is there in whole, old or new, at every moment."""
+def parsed(text: str):
+    """A value of a CSV: JSON, or else plain text.
+
+    >>> parsed("0.5"), parsed("[1, 2]"), parsed("LOOP (turn)"), parsed('"1234567"')
+    (0.5, [1, 2], 'LOOP (turn)', '1234567')
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read_results(path: Path | None) -> list[dict]:
+    """The runs of a CSV, a line each; none, if there is no file. What a run does not have is left out."""
+    if not path or not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{name: parsed(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def write_results(path: Path, runs: list[dict]) -> None:
+    """A line a run, a column a figure. The file is there in whole, old or new, at every moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    with open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(
+            file, dict.fromkeys(name for run in runs for name in run), lineterminator="\n"
+        )
+        writer.writeheader()
+        for run in runs:  # a text stays as it is, unless it would be read as a number
+            plain = {name for name, value in run.items() if isinstance(value, str) and parsed(value) == value}
+            writer.writerow({name: v if name in plain else json.dumps(v) for name, v in run.items()})
     temporary.replace(path)
+
+
+def run_missing(
+    key: tuple[str, ...], wanted: Iterable[tuple], run: Callable[..., dict], path: Path | None, jobs: int
+) -> dict[tuple, dict]:
+    """Results by `key`, columns of the CSV at `path`. `run(*cell)` makes those that are wanted and not there.
+
+    Each joins the file as soon as it is made. The first that fails ends the program with its message.
+    """
+    results, lock = read_results(path), threading.Lock()
+    found = {tuple(result.get(name) for name in key): result for result in results}
+
+    def run_and_keep(cell: tuple) -> None:
+        result = dict(zip(key, cell, strict=True)) | run(*cell)
+        with lock:
+            found[cell] = result
+            results.append(result)
+            if path:
+                write_results(path, results)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            list(pool.map(run_and_keep, [cell for cell in wanted if cell not in found]))
+        except (RuntimeError, OSError) as error:
+            pool.shutdown(cancel_futures=True)
+            stop(str(error))
+    return found
+
+
+def launch(what: str, script: Path, *options) -> None:
+    """Runs a script to its end. A failure is told by the script's last line."""
+    command = [sys.executable, str(script), *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{what}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
 def insert(table: str, out: Path, start: str, end: str) -> None:

@@ -810,9 +810,9 @@ def test_killed_and_resumed_to_the_bit(script, checkpoint, tmp_path):
     if script.stem in ("sft", "guide_simcse"):
         pytest.skip(f"tests/test_{script.stem}.py kills and resumes it, at moments that suit it")
     # Where checkpoints come with evaluations, behind which all worlds begin anew, both runs have the same.
-    every = 8 if "save_every" in args_of(script) else 3
-    whole = start(script, checkpoint(script), tmp_path / "whole", 8, every)
-    process = start(script, checkpoint(script), tmp_path / "killed", 8, 3)
+    every = 6 if "save_every" in args_of(script) else 3
+    whole = start(script, checkpoint(script), tmp_path / "whole", 6, every)
+    process = start(script, checkpoint(script), tmp_path / "killed", 6, 3)
     folder = wait_for_lines(tmp_path / "killed", 4, process)
     process.kill()
     process.communicate()
@@ -825,7 +825,7 @@ def test_killed_and_resumed_to_the_bit(script, checkpoint, tmp_path):
     assert (whole.communicate()[1], whole.returncode) == ("", 0)
     (other,) = (tmp_path / "whole").iterdir()
     assert figures_of(folder) == figures_of(other)
-    assert len([row for row in figures_of(folder) if row["iteration"] > 0]) == 8
+    assert len([row for row in figures_of(folder) if row["iteration"] > 0]) == 6
     name = SAMPLES[script.stem]
     assert (folder / name).read_text() == (other / name).read_text()
     assert not list(folder.rglob("*.tmp"))

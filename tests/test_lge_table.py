@@ -100,17 +100,17 @@ def test_the_table_from_runs(tmp_path, capfd):
     in_training = lge.main(lge.Args(**options, split="training")).splitlines()
     assert in_training[2] == "| T12 | 10.0 ± 12.4 | 30.0 ± 12.4 | 26 | 56 | 18 |"
     # What is known is not run: the folder of a cell may be gone.
-    cells = tmp_path / "cells.jsonl"
-    lge.main(lge.Args(**options, known=cells))
-    assert len(cells.read_text().splitlines()) == 12
+    cells = tmp_path / "runs.csv"
+    lge.main(lge.Args(**options, results=cells))
+    assert len(cells.read_text().splitlines()) == 1 + 12
     cells.write_text(
-        "".join(line + "\n" for line in cells.read_text().splitlines()[1:])
-    )  # all but T12, DRRN, seed 1
+        "".join(line + "\n" for line in cells.read_text().splitlines() if "T12,DRRN,1," not in line)
+    )
     for folder in (tmp_path / "default").glob("*/"):
         if folder.name != "T12_DRRN_1":
             shutil.rmtree(folder)
-    assert lge.main(lge.Args(**options, known=cells)).splitlines() == lines
-    assert len(cells.read_text().splitlines()) == 12 and not cells.with_name("cells.jsonl.tmp").exists()
+    assert lge.main(lge.Args(**options, results=cells)).splitlines() == lines
+    assert len(cells.read_text().splitlines()) == 1 + 12 and not cells.with_name("runs.csv.tmp").exists()
     assert "T12,LGE fixed,3,test,40,70.0" in (tmp_path / "default/curves.csv").read_text().splitlines()
     shutil.rmtree(tmp_path / "default/T12_DRRN_1")
     run_of(tmp_path / "default/T12_DRRN_1/run", 40, [5.0], done=20)

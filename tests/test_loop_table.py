@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import loop_table
+import tables
 import test_loop_ppo
 
 import envs
@@ -43,14 +44,14 @@ def test_the_quick_table(tmp_path):
         path for run in runs for path in run.iterdir()
     )
     # What is known is not run.
-    cells = tmp_path / "cells.jsonl"
-    subprocess.run([*command, "--known", cells], capture_output=True, check=True, timeout=60)
+    cells = tmp_path / "runs.csv"
+    subprocess.run([*command, "--results", cells], capture_output=True, check=True, timeout=60)
     shutil.rmtree(tmp_path / "runs")
     third = subprocess.run(
-        [*command, "--known", cells], capture_output=True, text=True, check=False, timeout=60
+        [*command, "--results", cells], capture_output=True, text=True, check=False, timeout=60
     )
     assert third.stdout == first.stdout and not (tmp_path / "runs").exists()
-    assert len(cells.read_text().splitlines()) == 2 * len(loop_table.ROWS)
+    assert len(cells.read_text().splitlines()) == 1 + 2 * len(loop_table.ROWS)
 
     text = page.read_text()
     assert text.startswith(f"before\n{loop_table.START}\n| method") and text.endswith(
@@ -70,7 +71,7 @@ def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
     asked = []
 
     def ends_at(iteration):
-        def run(what, *options):
+        def run(what, script, *options):
             asked.append(options)
             assert not (folder / "summary.json").exists(), "an old summary is not that of this run"
             (folder / "metrics.jsonl").write_text(json.dumps({"iteration": iteration}) + "\n")
@@ -78,10 +79,10 @@ def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(loop_table, "run", ends_at(5))
+    monkeypatch.setattr(loop_table, "launch", ends_at(5))
     with pytest.raises(RuntimeError, match="goes on"):
         loop_table.run_cell(args, "RLOO", 1)
-    monkeypatch.setattr(loop_table, "run", ends_at(8))
+    monkeypatch.setattr(loop_table, "launch", ends_at(8))
     assert loop_table.run_cell(args, "RLOO", 1) == {"episodes": 8}
     assert [options[:2] for options in asked] == 2 * [("--resume", folder)]
     assert loop_table.run_cell(args, "RLOO", 1) == {"episodes": 8} and len(asked) == 2, "once is enough"
@@ -98,20 +99,21 @@ def test_a_page_without_marks_is_one_line(tmp_path, capfd):
 
 def test_the_curves_are_means_over_the_seeds(tmp_path, monkeypatch):
     """Drawn from cells that are known; a run of quarters has the same axis as the others."""
-    summary = dict.fromkeys(loop_table.COLUMNS.values(), 0.5)
-    summary |= {re.sub("(test_[a-z]+_)", r"\1warm_start_", key): 0.25 for key in summary}
-    about = {"group": "apps", "iterations": 2, "summary": summary}
-    cells = [
+    figures = dict.fromkeys(loop_table.COLUMNS.values(), 0.5)
+    figures |= {re.sub("(test_[a-z]+_)", r"\1warm_start_", key): 0.25 for key in figures}
+    about, known, drawn = {"group": "apps", "iterations": 2}, tmp_path / "runs.csv", {}
+    runs = [
         about
-        | {"method": row, "seed": seed, "curves": {tag: [0.0, 100.0 * seed] for tag in loop_table.CURVES}}
+        | {"method": row, "seed": seed}
+        | figures
+        | {f"curve {tag}": [0.0, 100.0 * seed] for tag in loop_table.CURVES}
         for row in loop_table.ROWS
         for seed in (1, 2)
     ]
-    known, drawn = tmp_path / "cells.jsonl", {}
-    known.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    tables.write_results(known, runs)
     monkeypatch.setattr(loop_table, "draw", lambda panels, unit, out: drawn.update(panels))
     args = loop_table.Args(
-        seeds=2, iterations=2, known=known, curves=tmp_path / "c.svg", runs=tmp_path / "runs"
+        seeds=2, iterations=2, results=known, curves=tmp_path / "c.svg", runs=tmp_path / "runs"
     )
     assert "| RLOO | 50.0 (50.0, 50.0) |" in loop_table.main(args) and not args.runs.exists()
     assert list(drawn) == [f"{title}, %" for title in loop_table.CURVES.values()]

@@ -33,8 +33,8 @@ def test_the_quick_table(tmp_path):
         page,
     ]
     command += [
-        "--known",
-        tmp_path / "cells.jsonl",
+        "--results",
+        tmp_path / "runs.csv",
         f"--options=--actor {tiny_checkpoint(tmp_path / 'tiny')}",
     ]
     first = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -43,7 +43,7 @@ def test_the_quick_table(tmp_path):
     assert len(runs) == 12
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert second.stdout == first.stdout and sorted((tmp_path / "runs").glob("*/*")) == runs
-    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 12
+    assert len((tmp_path / "runs.csv").read_text().splitlines()) == 1 + 12
     for path in (tmp_path / "runs").glob("*/*"):  # cells alone are enough
         shutil.rmtree(path)
     third = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -75,7 +75,7 @@ def test_a_run_that_fails_is_one_line(tmp_path, capfd):
     with pytest.raises(SystemExit):
         table1.main(table1.Args(env="nowhere", quick=True, seeds=1, jobs=1, runs=tmp_path))
     (line,) = capfd.readouterr().err.splitlines()
-    assert "BC, seed 1" in line and "nowhere" in line
+    assert "IQL + AWR, seed 1" in line and "nowhere" in line
 
 
 def test_an_interval_and_a_place_in_a_page(tmp_path, capfd):
@@ -97,6 +97,20 @@ def test_an_interval_and_a_place_in_a_page(tmp_path, capfd):
         assert len(capfd.readouterr().err.splitlines()) == 1
 
 
+def test_a_file_of_results_is_read_as_it_was_written(tmp_path):
+    """Texts that look like numbers stay texts, and what a run has not is not there."""
+    path = tmp_path / "results" / "runs.csv"
+    runs = [
+        {"method": "LOOP, (turn)", "seed": 1, "commit": "1234567", "score": 0.1 + 0.2, "curve x": [[1, 2.5]]}
+    ]
+    runs += [{"method": '"a"\nb', "seed": 2, "commit": "12e4567", "done": True}]
+    tables.write_results(path, runs)
+    assert tables.read_results(path) == runs and path.read_text().startswith(
+        "method,seed,commit,score,curve x,done\n"
+    )
+    assert list(path.parent.iterdir()) == [path] and tables.read_results(tmp_path / "none.csv") == []
+
+
 def test_a_bc_run_that_others_start_from_is_made_once(tmp_path, monkeypatch):
     """Also where BC itself is known or not wanted; and no option undoes what makes a row."""
     calls, lock = [], threading.Lock()
@@ -112,12 +126,12 @@ def test_a_bc_run_that_others_start_from_is_made_once(tmp_path, monkeypatch):
         (run / "summary.json").write_text(json.dumps({"commit": "abc"}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(table1.subprocess, "run", fake)
+    monkeypatch.setattr(tables.subprocess, "run", fake)
     rows = ("IQL + REINFORCE", "IQL + REINFORCE + BC")
     table1.main(
         table1.Args(rows=rows, seeds=2, runs=tmp_path / "runs", options="--actor gpt2 --actor-lr 1e-5")
     )
     assert len(calls) == 6 and sum("--beta" in command for command in calls) == 2
-    for command in calls[2:]:
+    for command in (command for command in calls if "--actor-loss" in command and "reinforce" in command):
         parsed = dict(zip(command[2::2], command[3::2], strict=True))  # the last one counts
         assert parsed["--actor-lr"] == "1e-3" and parsed["--actor"].endswith("run/actor")
