@@ -2,25 +2,25 @@
 
     python loop_ppo.py --env apps                  # goes on from checkpoints/apps, which sft.py made
     python loop_ppo.py --epochs 1 --minibatch 0    # RLOO; with --normalise --kl 0.04 GRPO
-    python loop_ppo.py --resume runs/...           # the paper's 32B model in AppWorld: docs/loop_ppo.md
+    python loop_ppo.py --resume runs/...           # goes on; the paper's 32B model: docs/loop_ppo.md
 
 K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the
-advantage of all its tokens. There is no value network and, without E7, no reference model.
+advantage of all tokens that the model wrote in it. There is no value network and, without E7, no start model.
 
 Paper: Chen et al. 2025, arXiv:2502.01600
-  E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       sec. 4     leave_one_out
-  E2  min(w A, g(A)),  g(A) = A + eps |A|                           sec. 4     surrogate
-  E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 9, 10  ratios, --level token
-  E4  w = product of E3 over a turn                                 sec. 5     ratios, --level turn
-  E5  w = product of E3 over a rollout ("bandit")                   Eq. 9, 10  ratios, --level trajectory
+  E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       Eq. 3      leave_one_out
+  E2  min(w A, g(A)),  g(A) = A + eps |A|                           Eq. 4      surrogate
+  E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 5, 10  ratios, --level token
+  E4  w = product of E3 over a turn                                 sec. 4.2   ratios, --level turn
+  E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_start) ~ exp(d) - d - 1,  d = log pi_start/pi     GRPO       kl_penalty, --kl
 Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama that learned from flawed solutions (--model), in the place of a 32B model that can code.
-  D2  It learns on all difficulties (--max-difficulty 2): of a small model what is not trained on decays.
+  D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
-  D4  E7, too, leaves out the rollouts that E2 leaves out (--min-advantage 0): the start model reads less.
-As in the authors' release, rollouts of hardly an advantage are left out before minibatches are formed.
+  D4  E7 skips the rollouts that E2 skips (--min-advantage 0), of which the paper says nothing.
+As in the paper's App. D, rollouts with |A| < 0.01 are left out, here before minibatches are formed.
 """
 
 import json
@@ -59,33 +59,33 @@ class Args:
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 2  # on the CPU; take one beside other work, and to resume to the bit
-    world_threads: int = 2  # worlds that step at a time, while the model writes for the others
+    threads: int = 2  # on the CPU; take one beside other work, or to resume bit for bit
+    world_threads: int = 2  # worlds that step at the same time, while the model writes for the others
     save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
 
     # --- model
     model: str = ""  # a causal LM: folder or Hugging Face name; "" takes the world's in checkpoints/ (D1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
     lora: bool = False  # train low-rank adapters only (needs the package peft)
-    lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: 16, 32)
+    lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
     gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
 
     # --- data
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
     tasks: int = 16  # tasks in an iteration (paper: 40)
     rollouts: int = 6  # K, rollouts of each task (paper: 6)
-    worlds: int = 150  # rollouts that are played at a time, also in evaluations; a multiple of K
-    temperature: float = 1.0  # of sampling; log-probs are scored at the same (paper: 1, no top-p, no top-k)
+    worlds: int = 150  # rollouts that are played at the same time, also in evaluations; a multiple of K
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
     context: int = 2048  # tokens after which a rollout is cut, at most the model's (paper: 32,000)
-    finish_all: float = 0.9  # rollouts stop when this share of all has ended ... (paper: 0.9)
+    finish_all: float = 0.9  # rollouts stop when so many of those played together have ended ... (paper: 0.9)
     finish_each: int = 4  # ... and so many of each task; those cut off leave their group (paper: 4)
 
     # --- algorithm
-    level: Literal["token", "turn", "trajectory"] = "token"  # what a ratio belongs to: E3, E4 or E5
+    level: Literal["token", "turn", "trajectory"] = "token"  # what has a ratio of its own: E3, E4, E5
     normalise: bool = False  # E6 instead of E1 (GRPO, and LOOP RwNorm)
-    epochs: int = 2  # passes over the rollouts of an iteration (paper: 2; RLOO and GRPO: 1)
-    minibatch: int = 48  # rollouts in a step (paper: 32); 0 takes all (RLOO and GRPO)
+    epochs: int = 2  # passes over the rollouts of an iteration (release: 2; RLOO and GRPO: 1)
+    minibatch: int = 48  # rollouts in a step (release: 32); 0 takes all (RLOO and GRPO)
     micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
     logit_chunk: int = 4096  # tokens whose logits are made at a time
     clip: float = 0.2  # eps of E2 (release: 0.1)
@@ -117,9 +117,9 @@ class Trajectory:
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
-    fate: str = "playing"  # then "ended"; "dropped" as a straggler or "broken" like its world teach nothing
+    fate: str = "playing"  # then "ended", or "dropped" (a straggler), "broken" (its world): not learned from
     first: int = 0  # where in the ids the present turn begins
-    step: Future | None = None  # what the world says next, while it is at work
+    step: Future | None = None  # of the world: what it says next, while it is at work
 
 
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -142,8 +142,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: B rows of a batch, T tokens, M the sampled ones of a rollout, N those of a batch, C
-# some of these, K rollouts of a task, Q tokens read in a pass, V the vocabulary, H hidden, D of a head.
+# Suffixes name the axes: B rows of a batch, T tokens of a row, M sampled tokens of a rollout, N of a batch, C
+# of a chunk, K rollouts of a task, Q tokens read in a pass, V vocabulary, H hidden, D of an attention head.
 def leave_one_out(return_K: torch.Tensor) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
     K = len(return_K)
@@ -156,7 +156,7 @@ def normalised(return_K: torch.Tensor) -> torch.Tensor:
 
 
 def ratios(logp_M: torch.Tensor, old_logp_M: torch.Tensor, lengths: list[int], level: str) -> torch.Tensor:
-    """w of each token of a rollout, whose turns are so long [M]: its own, its turn's, the rollout's."""
+    """w of each sampled token [M]: the token's own, its turn's or the rollout's; `lengths` are the turns'."""
     log_w_M = logp_M - old_logp_M  # E3
     if level == "turn":
         log_w_M = torch.cat([turn.sum().expand(len(turn)) for turn in log_w_M.split(lengths)])  # E4
@@ -200,7 +200,7 @@ def load(auto, source: str, args: Args):
 def make_model(args: Args, source: str):
     """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
     model, tokenizer = load(transformers.AutoModelForCausalLM, source, replace(args, device="cpu"))
-    for p in model.parameters():  # no buffers: far out rotary frequencies in bfloat16 are radians off
+    for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
         p.data = p.data.to(args.device, getattr(torch, args.dtype), copy=True)
     model.to(args.device).tokenizer = tokenizer
     if args.lora:
@@ -218,7 +218,7 @@ def make_model(args: Args, source: str):
 
 
 class Memory(transformers.Cache):
-    """What the model has read of each rollout of a batch: keys and values, and the last hidden state [B, H].
+    """A key-value cache that lasts across turns, and the last hidden state of each rollout of a batch [B, H].
 
     A token's column is its position in its rollout. So rows need no padding between turns, and what padding
     writes behind the end of a row is overwritten before anyone can see it.
@@ -237,13 +237,13 @@ class Memory(transformers.Cache):
         self.stored = {layer: store[:, rows] for layer, store in self.stored.items()}
 
     def read(self, batch: list[Trajectory]) -> None:
-        """Goes on to the end of every rollout but those that wait for their world."""
+        """Reads what is new in every rollout, but not in those that wait for their world."""
         pieces = [[] if t.step else t.ids[n:] for t, n in zip(batch, self.length_B.tolist(), strict=True)]
         size_B = torch.tensor([len(piece) for piece in pieces])
         Q = max(map(len, pieces), default=0)
         if Q == 0:
             return
-        # One token is read by all rows, by some in vain: to gather the keys of the others would take longer.
+        # Of one token all rows are run, also those with nothing new: to gather the others' keys takes longer.
         self.rows = slice(None) if Q == 1 else size_B.nonzero()[:, 0]
         self.column_BQ = (self.length_B[:, None] + torch.arange(Q))[self.rows]
         ids_BQ = torch.tensor([piece + [0] * (Q - len(piece)) for piece in pieces])[self.rows]
@@ -275,21 +275,21 @@ def listen(t: Trajectory, tokenizer, args: Args) -> None:
     except (envs.WorldBroken, envs.Unavailable) as error:
         t.fate, t.text = "broken", f"{t.text}{error}"
         return
-    before, between, behind = chat_pieces(tokenizer)
+    head, to_prompt, to_reply = chat_pieces(tokenizer)
     if outcome:  # of a step; a reset has none
         reward, terminated, truncated = outcome
         reply = text.removeprefix(t.text + info["action"])
         t.said.append((info["action"], reply))
         t.turns.append(range(t.first, len(t.ids)))
-        if t.ids[-1] != tokenizer.eos_token_id:  # the turn was cut: its end stands there, but was not sampled
+        if t.ids[-1] != tokenizer.eos_token_id:  # the turn was cut: its end is added, not sampled
             t.ids.append(tokenizer.eos_token_id)
-        t.ids += encode(tokenizer, between + reply + behind)
+        t.ids += encode(tokenizer, to_prompt + reply + to_reply)
         t.rewards.append(reward)
         t.total += reward
         if terminated or truncated:
             t.fate, t.terminated, t.success = "ended", terminated, info["result"]["success"]
     else:
-        t.answer, t.ids = info["answer"], list(encode(tokenizer, before + text + behind))
+        t.answer, t.ids = info["answer"], list(encode(tokenizer, head + text + to_reply))
     t.text, t.first, t.step = text, len(t.ids), None
     if t.first + args.max_action_tokens > args.context:  # no room for a turn
         t.fate = "ended"
@@ -394,17 +394,17 @@ def score(model, trajectories: list[Trajectory], args: Args):
         ids_BT = torch.tensor([row + [0] * (T - len(row)) for row in rows])
         places = [(b, column) for b, t in enumerate(part) for column in chain(*t.turns)]
         row_N, column_N = torch.tensor(places).T
-        for module in model.modules():  # layers look at it; what is inside them stays without dropout
+        for module in model.modules():  # checkpointed layers ask for training mode; dropout must not be in it
             module.training = remake and getattr(module, "gradient_checkpointing", False)
         hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        model.eval()  # else rollouts would have no cache
+        model.eval()  # in training mode there would be no cache for the rollouts
         hidden = hidden_BTH[row_N, column_N - 1].split(args.logit_chunk)
         logp_N = torch.cat(list(map(chunk_logps, hidden, ids_BT[row_N, column_N].split(args.logit_chunk))))
         yield dict(zip(part, logp_N.split([len(t.logps) for t in part]), strict=True))
 
 
 def advantages_of_groups(played: list[Trajectory], args: Args) -> dict[Trajectory, float]:
-    """Advantages of those that ended, in groups of at least two of a task; the K of a task stand in a row."""
+    """Advantages of the rollouts that ended, where a task has two of them; its K rollouts are neighbours."""
     advantages = {}
     for i in range(0, len(played), args.rollouts):
         group = [t for t in played[i : i + args.rollouts] if t.fate == "ended" and t.turns]
@@ -417,18 +417,18 @@ def advantages_of_groups(played: list[Trajectory], args: Args) -> dict[Trajector
 
 def update(model, optimizer, advantages: dict[Trajectory, float], args: Args, rng, start_model=None):
     """Some epochs of steps on E2 (and E7, given a start model) with the rollouts of an iteration."""
-    taught = [t for t, advantage in advantages.items() if abs(advantage) >= args.min_advantage]
-    if not taught:
+    kept = [t for t, advantage in advantages.items() if abs(advantage) >= args.min_advantage]
+    if not kept:
         return {"update/filtered": 1.0}
-    size, minibatches = args.minibatch or len(taught), []
+    size, minibatches = args.minibatch or len(kept), []
     for _ in range(args.epochs):  # without regard to tasks
-        shuffled = [taught[i] for i in rng.permutation(len(taught))]
+        shuffled = [kept[i] for i in rng.permutation(len(kept))]
         minibatches += [shuffled[i : i + size] for i in range(0, len(shuffled), size)]
-    # The first minibatch gets its old log-probs in its own step, as nothing has moved yet.
+    # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
     with torch.no_grad():
-        old = dict(ChainMap(*score(model, [t for t in taught if t not in minibatches[0]], args)))
-        start = dict(ChainMap(*score(start_model, taught, args))) if start_model else {}  # D4
-    figures = defaultdict(list, filtered=[1 - len(taught) / len(advantages)])
+        old = dict(ChainMap(*score(model, [t for t in kept if t not in minibatches[0]], args)))
+        start = dict(ChainMap(*score(start_model, kept, args))) if start_model else {}  # D4
+    figures = defaultdict(list, filtered=[1 - len(kept) / len(advantages)])
     for minibatch in minibatches:
         optimizer.zero_grad()
         log_ratios = []
@@ -453,13 +453,13 @@ def update(model, optimizer, advantages: dict[Trajectory, float], args: Args, rn
             raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
         optimizer.step()
         figures["grad_norm"].append(norm.item())
-    figures["sampler_gap"] = [max((old[t] - torch.tensor(t.logps)).abs().max().item() for t in taught)]
+    figures["sampler_gap"] = [max((old[t] - torch.tensor(t.logps)).abs().max().item() for t in kept)]
     return {f"update/{tag}": (max if tag == "ratio" else fmean)(values) for tag, values in figures.items()}
 
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(model, args: Args, split: str) -> dict[str, float]:
-    """Every task of a split, sampled and greedy, always from the same seed: evaluations compare."""
+    """Every task of a split, sampled and greedy, always from the same seed, so that evaluations compare."""
     worlds, metrics = make_worlds(args, split), {}
     tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
     for suffix in ("", "_greedy"):
@@ -523,7 +523,7 @@ def restore(run: Path, modules: dict, rng, generator) -> dict:
 
 # ---------------------------------------------------------- 9. training
 def make_worlds(args: Args, split: str) -> list:
-    """Worlds of a split, which a world without splits takes for all its tasks."""
+    """Worlds of a split; one without splits gives all its tasks."""
     options = envs.options(args.world)
     if hasattr(envs.make(args.env, **options), "split"):
         options["split"] = split
@@ -552,7 +552,7 @@ def main(args: Args) -> dict[str, float]:
     start_model = make_model(args, source) if args.kl else None
     torch.set_default_device(args.device)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.01)  # the paper's
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.01)  # the release's
     modules = {"parameters": parameters, "optimizer": optimizer}
 
     # --- a new run, or one that goes on
