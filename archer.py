@@ -55,7 +55,7 @@ class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
-    seed: int = 1  # of all random numbers of the run; from 0 on
+    seed: int = 1  # of all random numbers of the run; 0 or more
     iterations: int = 40  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder

@@ -4,19 +4,19 @@
     python archer_offline_iql.py --env ENV --dataset FILE --actor FOLDER --actor-lr 1e-4 --critic-lr 1e-5
 
 The critic learns what the utterances of the data are worth; the actor imitates them, the good ones more: at
-beta 0 all alike, which is BC, and with --keep 0.1 filtered BC. The world does nothing but evaluate.
+beta 0 all alike, which is BC, and with --keep 0.1 filtered BC. The world only makes data, and evaluates.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      td_target
-  E2  V(s)   <- E_{a~data} Qbar(s,a)                     sarsa        Eq. 2      value_loss
+  E2  V(s)   <- E Qbar(s,a),  a ~ data (Eq. 2: a ~ pi)   sarsa        sec. 5.7   value_loss
   E3  grad log pi(a|s) * A,  A = min Q - min V, a ~ pi   reinforce    Eq. 3      advantages, reinforce_loss
   E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
-  E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        Table 1    td_target
-Differs from the paper (docs/archer_offline_iql.md has the reasons at length):
-  D1  AWR weights are clamped (--max-weight inf): one utterance that is over-valued must not be the batch.
-  D2  The critic is a decoder; it starts as the actor does, from a checkpoint that sft.py has made.
-  D3  Learning rates, batches and numbers of updates are measured, for a tiny model.
+  E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   td_target
+Differs from the paper (docs/archer_offline_iql.md has the reasons; "authors" below is their code's default):
+  D1  AWR weights are clamped (--max-weight inf): one over-valued utterance must not outweigh the batch.
+  D2  Critic (a decoder) and actor start from a checkpoint of sft.py; App. B does without pre-training.
+  D3  Learning rates, batches and numbers of updates are tuned for a tiny model.
   D4  The value heads start at the mean discounted return of the data instead of zero.
   D5  Both learning rates fall linearly to zero (--no-anneal-lr): the last steps undo less.
 """
@@ -50,7 +50,7 @@ class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
-    seed: int = 1  # of everything random in the run, but for the data; from 0 on
+    seed: int = 1  # of all that is random but the data and the evaluation; 0 or more
     iterations: int = 20  # rounds of critic and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
@@ -59,7 +59,7 @@ class Args:
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" is checkpoints/WORLD
+    actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" takes the world's
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which a sampled utterance is cut
@@ -96,7 +96,7 @@ class Args:
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is the world's dict of text: n "actions", n "rewards", n + 1 "observations", "success" and so on.
-# A batch of dialogues has N actions in all, and a number for each; what the world said last is no state.
+# The N actions of a batch are numbered through all its dialogues; what the world said last is no state.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""

@@ -50,7 +50,7 @@ from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines 
 class Args:
     # --- run
     env: str = "scienceworld"  # the guide knows no other world
-    seed: int = 1  # of everything random in the run, but for the data; from 0 on
+    seed: int = 1  # of all that is random but the data and the evaluation; 0 or more
     iterations: int = 18  # rounds of updates
     updates: int = 20  # batches in an iteration
     runs: str = "runs"  # folder in which the run's own folder is made

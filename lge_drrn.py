@@ -50,7 +50,7 @@ class Args:
     # --- run
     env: str = "scienceworld"  # the explorer knows no other world
     task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
-    seed: int = 1  # of everything random in the run; from 0 on
+    seed: int = 1  # of everything random in the run; 0 or more
     steps: int = 1_000  # of each world (paper: 100,000)
     worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
     step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)

@@ -53,7 +53,7 @@ class Args:
     # --- run
     env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
-    seed: int = 1  # of everything random in the run; from 0 on
+    seed: int = 1  # of everything random in the run; 0 or more
     iterations: int = 120  # rounds of rollouts and updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder

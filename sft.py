@@ -2,18 +2,18 @@
 
     python sft.py --env twenty-questions                                  # a small Llama from nothing
     python sft.py --env twenty-questions --dataset FILE --keep 0.1        # filtered imitation of a file
-    python sft.py --env guess-my-city --model gpt2 --lr 2e-4 --batch 32   # as in the paper
-    python sft.py --resume runs/...                   # checkpoints/README.md has the commands that made them
+    python sft.py --env guess-my-city --model gpt2 --lr 2e-4 --batch 32   # the paper's model, rate and batch
+    python sft.py --resume runs/...                     # the commands behind checkpoints/ are in its README
 
 Paper: Zhou et al. 2024 (ArCHer), arXiv:2402.19446
-  E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.5   imitation_loss
-Differs from the paper; in brackets what undoes it (docs/sft.md has the reasons):
+  E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.7   imitation_loss
+Differs from the paper; in brackets the switch (docs/sft.md has the reasons):
   D1  A tiny Llama from nothing (--model gpt2), in whose vocabulary a word is one token, or a whole line.
-  D2  It learns to copy, on words that repeat (--drills 0), and to read, on words exchanged (--exchanged 0).
+  D2  Drills on repeated words (--drills N) teach it to copy, exchanged words (--exchanged SHARE) to read.
   D3  It learns to foresee the replies, too (--reply-weight 0), and so what a question reveals.
   D4  An action that a dialogue marks as a mistake is read but not imitated; what it leads to is foreseen.
-  D5  Filtered BC (--keep 0.1) takes the best of a fixed set; the paper's, online, of the newest rollouts.
-  D6  Muon instead of AdamW (--optimizer adamw): a tiny model finds sooner how to look back.
+  D5  Filtered BC (--keep 0.1) is that of sec. 5.7, on a fixed set; sec. 5.2's learns from newest rollouts.
+  D6  Muon, if asked for (--optimizer muon): with it a tiny model finds sooner how to look back.
 """
 
 import json
@@ -44,7 +44,7 @@ class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds.md)
-    seed: int = 1  # of everything random in the run; from 0 on
+    seed: int = 1  # of all that is random but the evaluation; 0 or more
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
@@ -74,9 +74,9 @@ class Args:
     reply_weight: float = 1.0  # in the loss, of a token of the replies (D3); one of the agent's has 1
     epochs: int = 3  # passes over the dialogues
     batch: int = 16  # dialogues in an update (paper, Table 3: 32)
-    micro_batch: int = 0  # of these, how many are in memory at a time, and computed twice for it; 0: all
+    micro_batch: int = 0  # of these, how many are in memory at a time, activations being recomputed; 0: all
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon moves the matrices of the layers (D6)
-    lr: float = 3e-3  # its peak (paper, Table 3: 2e-4, and 3e-4 for Filtered BC)
+    lr: float = 3e-3  # its peak (paper, Table 3: 2e-4; Filtered BC 3e-4 or 3e-5)
     warm_up: int = 50  # updates in which it rises to the peak (0: none); then it falls to zero, both linearly
 
     # --- evaluation
@@ -122,28 +122,28 @@ def read(world, args: Args, epoch: int) -> list[dict]:
 def rows_of(dialogue: dict, tokenizer, args: Args) -> list[torch.Tensor]:
     """A dialogue as rows [T, 2] of tokens and what they are: prompt, action, end of turn, reply, action ...
 
-    Where an observation does not begin with the last one and the action, the history is rewritten: its
-    beginning, as far as there is room, is the reply, with which the row ends, and the prompt of the next row.
+    Where an observation does not begin with the last one and the action, the world has rewritten it. As much
+    of it as fits is the reply that ends this row, and all of it is the prompt of the next.
     No rows come back for a dialogue that does not fit.
     """
     texts, actions = dialogue["observations"], dialogue["actions"]
-    start, between, behind = chat_pieces(tokenizer)
-    rows = [[(token, CONTEXT) for token in encode(tokenizer, start + texts[0] + behind)]]
+    head, to_prompt, to_reply = chat_pieces(tokenizer)
+    rows = [[(token, CONTEXT) for token in encode(tokenizer, head + texts[0] + to_reply)]]
     imitated = dialogue.get("imitate", [True] * len(actions))
     for before, action, after, is_imitated in zip(texts, actions, texts[1:], imitated, strict=False):
         kind = ACTION if is_imitated else CONTEXT  # D4
         rows[-1] += [(token, kind) for token in [*encode(tokenizer, action), tokenizer.eos_token_id]]
-        reply = encode(tokenizer, between + after.removeprefix(before + action) + behind)
+        reply = encode(tokenizer, to_prompt + after.removeprefix(before + action) + to_reply)
         is_rewritten = not after.startswith(before + action)
         room = max(0, args.context - len(rows[-1])) if is_rewritten else len(reply)
         rows[-1] += [(token, REPLY if args.reply_weight else CONTEXT) for token in reply[:room]]  # D3
         if is_rewritten:
-            rows.append([(token, CONTEXT) for token in encode(tokenizer, start + after + behind)])
+            rows.append([(token, CONTEXT) for token in encode(tokenizer, head + after + to_reply)])
     return [torch.tensor(row).int() for row in rows] if max(map(len, rows)) <= args.context else []
 
 
 def drills(words: np.ndarray, n: int, rng, length: int = 96) -> list[torch.Tensor]:
-    """D2: random words that come again after 8 to 39 places, to be gone on with from the second time on."""
+    """D2: random words that repeat every 8 to 39 places; what repeats is to be predicted."""
     periods = rng.integers(8, 40, n)
     ids = [np.resize(rng.choice(words, period), length) for period in periods]
     kinds = np.where(np.arange(length) > periods[:, None], ACTION, CONTEXT)
@@ -151,7 +151,7 @@ def drills(words: np.ndarray, n: int, rng, length: int = 96) -> list[torch.Tenso
 
 
 def exchange_words(row: torch.Tensor, words: np.ndarray, rng) -> torch.Tensor:
-    """D2: the row, three in ten of the words that its actions copy being others, throughout."""
+    """D2: the row with 30 % of the words that its actions copy replaced throughout by words not in it."""
     ids, kinds = row.numpy().T
     copied = np.intersect1d(words, np.intersect1d(ids[kinds == ACTION], ids[kinds != ACTION]))
     old = copied[rng.random(len(copied)) < 0.3]
@@ -161,7 +161,7 @@ def exchange_words(row: torch.Tensor, words: np.ndarray, rng) -> torch.Tensor:
 
 
 def lessons(world, tokenizer, dialogues: list[dict], args: Args, rng, state: dict):
-    """Batches, the share of the rate, and whether it is the last, from where `state` is; epoch 0: drills."""
+    """Yields a batch, its share of --lr and whether it is the last, from `state` on; epoch 0: drills."""
     names, window = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), 16 * args.batch
     words = np.array([i for i, name in enumerate(names) if re.fullmatch(r"[\u2581\u0120]\w+", name)])
     for epoch in range(state["epoch"], args.epochs + 1):
@@ -177,7 +177,7 @@ def lessons(world, tokenizer, dialogues: list[dict], args: Args, rng, state: dic
                 raise ValueError(f"nothing to learn fits into {args.context} tokens; give a longer --context")
             rows = [exchange_words(row, words, rng) if rng.random() < args.exchanged else row for row in rows]
         order, batches = rng.permutation(len(rows)), []
-        for first in range(0, len(rows), window):  # in each of these rows of like lengths are put together
+        for first in range(0, len(rows), window):  # in each window, rows of similar length share a batch
             near = sorted(order[first : first + window], key=lambda i: len(rows[i]))
             parts = [near[i : i + args.batch] for i in range(0, len(near), args.batch)]
             batches += [parts[i] for i in rng.permutation(len(parts))]
@@ -185,7 +185,7 @@ def lessons(world, tokenizer, dialogues: list[dict], args: Args, rng, state: dic
             done = state["batch"] / len(batches)
             progress = (epoch - 1 + done) / args.epochs if epoch else done
             step = max(0, epoch - 1) * len(batches) + state["batch"]
-            share = min((step + 1) / args.warm_up, 1 - progress)  # of the rate: up and down, drills apart
+            share = min((step + 1) / args.warm_up, 1 - progress)  # up, then down; drills have their own
             state["batch"] += 1
             yield [rows[i] for i in batch], share, epoch == args.epochs and batch is batches[-1]
         state["batch"] = 0
@@ -281,7 +281,7 @@ def make_optimizers(model, args: Args) -> list[torch.optim.Optimizer]:
 
 
 def update(model, optimizers: list, rows: list[torch.Tensor], args: Args) -> dict[str, float]:
-    """One step on E1. Activations of micro-batches are made again, one after the other, on the way back."""
+    """One step on E1. With micro-batches, activations are recomputed in the backward pass, part by part."""
     scorer = partial(checkpoint, score, use_reentrant=False) if args.micro_batch else score
     size = args.micro_batch or len(rows)
     parts = [scorer(model, rows[i : i + size]) for i in range(0, len(rows), size)]
@@ -389,13 +389,13 @@ def main(args: Args) -> dict[str, float]:
     writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
     stopped = runs.stop_signals()  # Ctrl-C ends the update that it falls into
 
-    # --- updates, and behind the last the evaluation
+    # --- updates, and after the last one the evaluation
     rows = []
     for batch, share, is_last in lessons(world, tokenizer, dialogues, args, rng, state):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = args.lr * share
             if state["epoch"] == state["batch"] == 1:
-                optimizer.state.clear()  # Adam's moments are those of drills done without a mistake
+                optimizer.state.clear()  # tiny once drills are mastered, so that steps would be huge
         rows.append(update(model, optimizers, batch, args))
         state["iteration"] += 1
         for suffix in ("_greedy", "") if is_last else ():
