@@ -150,7 +150,7 @@ def says_what_it_says(make):
 
 
 def appends(make):
-    """`append_only` is true if each observation begins with the last one and the action, and else not."""
+    """`append_only` is true if and only if each observation begins with the last one and the action."""
     world = make()
     for action in WORDS:
         before, _ = world.reset(seed=0)
