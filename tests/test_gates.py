@@ -576,6 +576,8 @@ HOW_TO_RUN = [
     ("python loop_ppo.py --resume", "", ""),
     ("python loop_ppo.py", "TINY", ""),
     ("python benchmarks/guide_rank.py", "", ""),
+    ("python benchmarks/loop_memory.py", "", ""),
+    ("python benchmarks/loopholes.py", "", ""),
     ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
     ("python benchmarks/loop_table.py", "--quick", ""),
     ("python benchmarks/table1.py", "--quick --seeds 1", ""),
@@ -600,6 +602,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
     "detective": "a copy of detective.z5",
     "bert-base-uncased": "the weights of BERT",
     "textarena": "the package textarena",
+    "--train-variations 0": "all of ScienceWorld's variations, which take hours to make",
 }
 # What installs needs the network, and the test of that is .ci/run.
 PROGRAMS = ("python archer", "python loop", "python lge", "python guide", "python sft", "python benchmarks/")
