@@ -5,7 +5,7 @@
     python loop_ppo.py --resume runs/...           # goes on; the paper's 32B model: docs/loop_ppo.md
 
 K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the
-advantage of all tokens that the model wrote in it. There is no value network and, without E7, no start model.
+advantage of all tokens that the model wrote in it. There is no value network; only E7 has a reference model.
 
 Paper: Chen et al. 2025, arXiv:2502.01600
   E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       Eq. 3      leave_one_out
