@@ -537,6 +537,7 @@ def main(args: Args) -> dict[str, float]:
         metrics["memory/priority"] = replay.sizes()[0]
         metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
         if is_evaluated:
+            explorer = explorer and Copy(network, texts)  # what is judged is what is saved
             evaluation, transcripts = greedy_play(explorer, guide, worlds, epsilon, args, step)
             state["evaluations"].append(evaluation)
             metrics |= evaluation

@@ -304,6 +304,7 @@ class ScienceWorld(gymnasium.Env):
                 self.simulator.call("load", self.task, self.variation, self.simplifications, False)
                 self.score, self.turns = 0, 0
                 text = self.simulator.call("step", "look around")
+                self.task_text = self.simulator.call("getTaskDescription")  # the same to the end
                 self.info = self.look(text)
                 break
             except Died:
@@ -326,7 +327,9 @@ class ScienceWorld(gymnasium.Env):
             text = self.simulator.call("step", action.encode("utf-8", "replace").decode("utf-8"))
             self.score = round(100 * self.simulator.call("getScore"))
             terminated = bool(self.simulator.call("getCompleted")) or self.score < 0
-            self.info = self.look(text)
+            # What is not understood changes nothing and takes no time, and to list the actions is half the work.
+            is_known = not text.startswith("No known action matches")
+            self.info = self.look(text) if is_known else self.info | {"observation": text}
         except Died:
             self.close()
             self.score, terminated, died = before, False, True
@@ -345,7 +348,7 @@ class ScienceWorld(gymnasium.Env):
             "observation": text,
             "look": self.simulator.call("freeActionLook"),
             "inventory": self.simulator.call("freeActionInventory"),
-            "task": self.simulator.call("getTaskDescription"),
+            "task": self.task_text,
             "valid": sorted(set(self.simulator.strings("getValidActionObjectCombinations"))),
             "score": self.score,
         }
