@@ -66,7 +66,7 @@ class Args:
     seeds: int = 3  # 1 to this
     jobs: int = 1  # runs at a time; each has 8 Java processes, 2.7 GB in all
     guide: str = "auto"  # folder of the guide; auto: the newest in runs/
-    options: str = ""  # for every run, as one text: "--steps 100000 --eval-every 1000"
+    options: str = ""  # for every run, in one piece: --options="--steps 100000 --eval-every 1000"
     split: Literal["test", "dev", "training"] = "test"  # whose score is printed
     runs: Path = Path("runs/lge")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it

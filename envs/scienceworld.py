@@ -327,7 +327,7 @@ class ScienceWorld(gymnasium.Env):
             text = self.simulator.call("step", action.encode("utf-8", "replace").decode("utf-8"))
             self.score = round(100 * self.simulator.call("getScore"))
             terminated = bool(self.simulator.call("getCompleted")) or self.score < 0
-            # What is not understood changes nothing and takes no time, and to list the actions is half the work.
+            # What is not understood changes nothing and takes no time; to list the actions is half the work.
             is_known = not text.startswith("No known action matches")
             self.info = self.look(text) if is_known else self.info | {"observation": text}
         except Died:

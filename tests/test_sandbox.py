@@ -72,6 +72,10 @@ ATTACKS = {
     "a loader of archives": (CLASSES + "C['zipimporter']('FILE')", GONE),
     "os behind random": ("import random\nrandom._os.listdir('/')", GONE),
     "os behind a class": (CLASSES + "C['_wrap_close'].__init__.__globals__['system']('id')", GONE),
+    "os.popen": (CLASSES + "C['_wrap_close'].__init__.__globals__['popen']('id').read()", GONE),
+    "codecs.open behind a class": (
+        CLASSES + "C['IncrementalEncoder'].__init__.__globals__['open']('FILE').read()", GONE
+    ),
     "posix behind the stubs": ("apis._ask.__globals__['posix'].stat('/')", GONE),
     "posix anew": (CLASSES + "C['BuiltinImporter'].load_module('posix')", GONE),
     "posix by its spec": (
@@ -216,6 +220,52 @@ ATTACKS = {
     "nothing": ("", "^$"),
 }  # fmt: skip
 
+# More of them, as tables: each function that reaches the system, by each way to where functions lie; each
+# module that has some, by each way to load one; each object that holds a frame or code.
+FUNCTIONS = """
+system fork forkpty execv execve posix_spawn kill killpg openpty unlink rename chmod chown stat listdir
+scandir mkdir symlink pipe dup2 memfd_create setrlimit putenv _exit
+"""
+WAYS_TO_A_FUNCTION = {
+    "behind the stubs": "apis._ask.__globals__['posix'].NAME",
+    "behind a class": CLASSES + "C['_wrap_close'].__init__.__globals__['NAME']",
+    "in any module": "import sys\n[m for m in list(sys.modules.values()) if 'NAME' in vars(m)][0]",
+    "behind any method": CLASSES + "[f for c in seen for f in vars(c).values() if 'NAME' in getattr("
+    "f, '__globals__', {})][0]",
+}
+MODULES = """
+os posix socket _socket subprocess _posixsubprocess ctypes _ctypes multiprocessing signal resource mmap fcntl
+select pty tempfile shutil gc _io faulthandler
+"""
+WAYS_TO_A_MODULE = {
+    "import": "import NAME\nNAME.__name__",
+    "__import__": "__import__('NAME').__name__",
+    "exec": "exec('import NAME as m')\nm.__name__",
+    "built in": CLASSES + "C['BuiltinImporter'].load_module('NAME').__name__",
+}
+HOLDERS = {
+    "code of a generator": "(x for x in [1]).gi_code",
+    "code of a coroutine": "async def f(): pass\nf().cr_code",
+    "frame of an asynchronous generator": "async def f(): yield\nf().ag_frame",
+    "code of an asynchronous generator": "async def f(): yield\nf().ag_code",
+    "code of a method": "class A:\n    def f(self): pass\nA().f.__func__.__code__",
+    "code of the stubs": "apis._ask.__code__",
+    "frame of an error in hand": "import sys\ntry:\n    1 / 0\nexcept Exception:\n"
+    "    sys.exc_info()[2].tb_frame",
+    "code put into a function": "def f(): pass\ndef g(): pass\nf.__code__ = g.__code__",
+}
+ATTACKS |= {
+    f"{name} {way}": (code.replace("NAME", name), GONE + "|IndexError")
+    for way, code in WAYS_TO_A_FUNCTION.items()
+    for name in FUNCTIONS.split()
+}
+ATTACKS |= {
+    f"module {name}, {way}": (code.replace("NAME", name), GONE)
+    for way, code in WAYS_TO_A_MODULE.items()
+    for name in MODULES.split()
+}
+ATTACKS |= {name: (code, REFUSED) for name, code in HOLDERS.items()}
+
 
 class Host:
     """What answers the calls of the tests."""
@@ -249,7 +299,7 @@ def box(monkeypatch):
 
 
 def test_the_list_is_long_enough():
-    assert len(ATTACKS) >= 40
+    assert len(ATTACKS) >= 300
 
 
 @pytest.mark.parametrize("name", ATTACKS)
