@@ -661,11 +661,11 @@ def test_what_is_remembered_and_logged_of_training(
 
 
 def test_the_copy_is_renewed_as_often_as_said(house, tmp_path, monkeypatch):
-    """D1; one more at each checkpoint, and one at the start."""
+    """D1; one more before and after each evaluation, and one at the start."""
     made, real = [], Copy.__init__
     monkeypatch.setattr(Copy, "__init__", lambda self, *rest: (made.append(1), real(self, *rest))[1])
     _, summary = run(tmp_path, eval_every=24)
-    assert len(made) == 1 + summary["updates"] // 3 + 1
+    assert len(made) == 1 + summary["updates"] // 3 + 2
 
 
 @pytest.mark.parametrize("schedule", ["fixed", "increasing"])
