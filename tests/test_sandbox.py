@@ -224,7 +224,7 @@ ATTACKS = {
 # module that has some, by each way to load one; each object that holds a frame or code.
 FUNCTIONS = """
 system fork forkpty execv execve posix_spawn kill killpg openpty unlink rename chmod chown stat listdir
-scandir mkdir symlink pipe dup2 memfd_create setrlimit putenv _exit
+scandir mkdir mkfifo link symlink truncate pipe dup2 memfd_create nice putenv _exit
 """
 WAYS_TO_A_FUNCTION = {
     "behind the stubs": "apis._ask.__globals__['posix'].NAME",
@@ -241,7 +241,8 @@ WAYS_TO_A_MODULE = {
     "import": "import NAME\nNAME.__name__",
     "__import__": "__import__('NAME').__name__",
     "exec": "exec('import NAME as m')\nm.__name__",
-    "built in": CLASSES + "C['BuiltinImporter'].load_module('NAME').__name__",
+    "by its loader": CLASSES + "for name in ('BuiltinImporter', 'FrozenImporter', 'PathFinder'):\n"
+    "    spec = C[name].find_spec('NAME')\n    if spec: break\nspec.loader.load_module('NAME').__name__",
 }
 HOLDERS = {
     "code of a generator": "(x for x in [1]).gi_code",
@@ -254,6 +255,7 @@ HOLDERS = {
     "    sys.exc_info()[2].tb_frame",
     "code put into a function": "def f(): pass\ndef g(): pass\nf.__code__ = g.__code__",
 }
+WRITTEN_OUT = len(ATTACKS)
 ATTACKS |= {
     f"{name} {way}": (code.replace("NAME", name), GONE + "|IndexError")
     for way, code in WAYS_TO_A_FUNCTION.items()
@@ -300,6 +302,27 @@ def box(monkeypatch):
 
 def test_the_list_is_long_enough():
     assert len(ATTACKS) >= 300
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="some of the functions are Linux's")
+def test_what_the_tables_ask_for_is_there_without_a_sandbox():
+    """Else an attack of theirs would be held by nothing but a wrong name."""
+    program = """
+import json, sys, types, warnings
+warnings.simplefilter("ignore")
+from envs import sandbox_child
+sandbox_child.load()
+ask = types.FunctionType((lambda name, kwargs: None).__code__, vars(sandbox_child))
+failed = {}
+for name, code in json.load(sys.stdin).items():
+    try: exec(code, {"apis": sandbox_child.Names(ask)})
+    except Exception as error: failed[name] = repr(error)
+print(json.dumps(failed))
+"""
+    attacks = {name: code for name, (code, _) in [*ATTACKS.items()][WRITTEN_OUT:]}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input=json.dumps(attacks), capture_output=True, text=True, cwd=ROOT)
+    assert json.loads(done.stdout) == {}, done.stderr
 
 
 @pytest.mark.parametrize("name", ATTACKS)
