@@ -79,6 +79,7 @@ VARIATIONS = {
 }
 TASKS = tuple(VARIATIONS)
 SPLITS = ("train", "dev", "test")
+NOT_UNDERSTOOD = "No known action matches"  # how the simulator begins a refusal, which takes no time
 
 
 def variations(task: str, split: str) -> range:
@@ -327,9 +328,10 @@ class ScienceWorld(gymnasium.Env):
             text = self.simulator.call("step", action.encode("utf-8", "replace").decode("utf-8"))
             self.score = round(100 * self.simulator.call("getScore"))
             terminated = bool(self.simulator.call("getCompleted")) or self.score < 0
-            # What is not understood changes nothing and takes no time; to list the actions is half the work.
-            is_known = not text.startswith("No known action matches")
-            self.info = self.look(text) if is_known else self.info | {"observation": text}
+            # A refusal changes nothing, and to list the valid actions is half of the simulator's work.
+            is_refusal = text.startswith(NOT_UNDERSTOOD)
+            shown = self.info | {"observation": text, "score": self.score}
+            self.info = shown if is_refusal else self.look(text)
         except Died:
             self.close()
             self.score, terminated, died = before, False, True
@@ -356,7 +358,7 @@ class ScienceWorld(gymnasium.Env):
     def observe(self) -> str:
         """The state in words, with what the last action did."""
         said = self.info["observation"]
-        if said.startswith("No known action matches"):
+        if said.startswith(NOT_UNDERSTOOD):
             said = f"Invalid action. {said}"  # the word by which every world here refuses
         return f"Task: {self.info['task']}\n{self.info['look']}\n{self.info['inventory']}\n{said}\n"
 

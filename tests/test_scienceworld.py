@@ -308,3 +308,19 @@ def test_worlds_side_by_side_are_worlds_alone(world):
     finally:
         worlds.close()
         world.choose("train")
+
+
+def test_a_refusal_changes_nothing_and_nothing_is_listed_anew(world, monkeypatch):
+    _, before = world.reset(options={"index": 0})
+    listed, strings = [], world.simulator.strings
+    monkeypatch.setattr(world.simulator, "strings", lambda name: (listed.append(name), strings(name))[1])
+    _, reward, _, _, after = world.step("sing a song")
+    assert after["observation"].startswith(scienceworld.NOT_UNDERSTOOD) and not listed
+    assert (
+        after["score"] == reward
+    )  # the first step pays what the start is worth, 8 points here, whatever is done
+    for key, method in {"look": "freeActionLook", "inventory": "freeActionInventory"}.items():
+        assert before[key] == after[key] == world.simulator.call(method)
+    assert before["valid"] == after["valid"]
+    world.step("look around")
+    assert len(listed) == 1
