@@ -20,7 +20,8 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D4  The step limit bootstraps, and no transition crosses a reset, as one in each of the authors' episodes.
   D5  Byte pairs trained on the world's own text, which may span words; the authors bring 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
-  D7  Ten times the paper's learning rate (--lr 1e-4), as a run here has a hundredth of its steps.
+  D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a hundredth of its steps.
+  D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
 """
 
 import copy
@@ -82,14 +83,17 @@ class Args:
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
     target_actions: Literal["valid", "pruned"] = "valid"  # the a' of E2; pruned: the authors' "corrected"
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
-    lr: float = 1e-3  # of Adam (D7; authors' default: 1e-4)
+    lr: float = 1e-3  # of Adam, at the start (D7; authors' default: 1e-4)
+    lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
+    bound_targets: bool = True  # no value above the points that are still to be had (D8)
     gamma: float = 0.9  # discount (authors' default: 0.9)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
     # --- evaluation
     eval_every: int = 1_000  # steps between evaluations, each followed by a checkpoint (authors' flag: 1,000)
-    eval_episodes: int = 10  # greedy episodes in each of dev and test (authors' code: 10)
+    eval_episodes: int = 50  # greedy episodes on test variations (authors' code: 10; 0: none)
+    dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
@@ -141,21 +145,21 @@ class Replay:
         self.fraction, self.pushed = fraction, [0, 0]
         self.starts, self.capacities = [0, first], [first, capacity - first]
         self.numbers = np.zeros((capacity, 7), np.int32)  # of texts: state, action, next state
-        self.figures = np.zeros((capacity, 2), np.float32)  # reward, terminated
+        self.figures = np.zeros((capacity, 3), np.float32)  # reward, terminated, points left
         self.next_actions = [np.zeros(0, np.int32)] * capacity
 
     def sizes(self) -> list[int]:
         return [min(n, capacity) for n, capacity in zip(self.pushed, self.capacities, strict=True)]
 
-    def push(self, state, action: int, next_state, reward, terminated, next_actions, is_prior: bool):
+    def push(self, state, action: int, next_state, earned, next_actions, is_prior: bool):
         part = 0 if is_prior and self.capacities[0] else 1
         row = self.starts[part] + self.pushed[part] % self.capacities[part]
-        self.numbers[row], self.figures[row] = (*state, action, *next_state), (reward, terminated)
+        self.numbers[row], self.figures[row] = (*state, action, *next_state), earned
         self.next_actions[row] = next_actions
         self.pushed[part] += 1
 
     def sample(self, size: int, rng: np.random.Generator, fill: bool = True):
-        """N transitions: texts [N, 7], reward and end [N, 2], and the actions of which E2 takes the maximum.
+        """N transitions: texts [N, 7], figures [N, 3], and the actions of which E2 takes the maximum.
 
         `fraction` of them come from the priority part, none twice; with `fill` the rest makes up for it.
         """
@@ -174,7 +178,7 @@ class Replay:
     def load_state_dict(self, state: dict) -> None:
         if state["capacities"] != self.capacities:
             raise ValueError("--memory and --priority-fraction cannot be changed")
-        self.numbers, self.figures, sets = (array.numpy() for array in state["arrays"])
+        self.numbers[:], self.figures[:], sets = (array.numpy() for array in state["arrays"])
         ends = np.cumsum(state["lengths"])[:-1]
         self.next_actions = [row.copy() for row in np.split(sets, ends)]  # not views of all
         self.pushed = state["pushed"]
@@ -182,13 +186,14 @@ class Replay:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: N transitions, states or texts, A actions of a state, B texts at once, T tokens, H hidden.
-def q_target(reward_N, next_q_N, terminated_N, gamma: float) -> torch.Tensor:
-    """E2: r + gamma * max_a' Q(s',a') [N]; nothing follows a terminal step.
+def q_target(reward_N, next_q_N, terminated_N, left_N, gamma: float) -> torch.Tensor:
+    """E2: r + gamma * max_a' Q(s',a') [N]. Nothing follows a terminal step, and never more than is left (D8).
 
-    >>> q_target(torch.tensor([0.0, 17.0]), torch.tensor(10.0), torch.tensor([0.0, 1.0]), 0.5).tolist()
-    [5.0, 17.0]
+    >>> reward, terminated, left = torch.tensor([[0.0, 8, 17], [0, 0, 1], [50, 4, 9]])
+    >>> q_target(reward, torch.tensor(10.0), terminated, left, 0.5).tolist()
+    [5.0, 10.0, 17.0]
     """
-    return reward_N + gamma * (1 - terminated_N) * next_q_N  # E2
+    return reward_N + gamma * (1 - terminated_N) * torch.minimum(next_q_N, left_N)  # E2, D8
 
 
 def sample(q_A: torch.Tensor, u: float) -> int:
@@ -367,14 +372,14 @@ def choose(explorer: Copy | None, guide: Guide, views: list[View], epsilon: floa
 # ---------------------------------------------------------- 6. updates
 def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Args) -> dict[str, float]:
     """One descent on E3 with what `Replay.sample` gave; returns metrics."""
-    number_N7, figure_N2, next_actions = batch
+    number_N7, figure_N3, next_actions = batch
     columns = zip((*FIELDS, "action"), number_N7[:, :4].T, strict=True)
     *fields, action_NH = [network.encode(name, texts, number_N) for name, number_N in columns]
     q_N = network.q(network.state_part(torch.cat(fields, -1)), network.action_part(action_NH))
     with torch.no_grad():
         next_q_N = torch.stack([q_A.max() for q_A in target.q(number_N7[:, 4:], next_actions)])
-        reward_N, terminated_N = figure_N2.to(q_N.device).T
-        y_N = q_target(reward_N, next_q_N, terminated_N, args.gamma)
+        reward_N, terminated_N, left_N = figure_N3.to(q_N.device).T
+        y_N = q_target(reward_N, next_q_N, terminated_N, left_N, args.gamma)
     loss = nn.functional.huber_loss(q_N, y_N)  # E3: linear from an error of one point on
     optimizer.zero_grad()
     loss.backward()
@@ -387,9 +392,9 @@ def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Arg
 def greedy_play(explorer: Copy | None, guide: Guide, worlds: Worlds, epsilon: float, args: Args, step: int):
     """Greedy episodes on dev and test: metrics, and of each the first two. `step` sets the variations."""
     metrics, transcripts = {}, []
-    for split in ("dev", "test"):
+    for split, number in (("dev", args.dev_episodes), ("test", args.eval_episodes)):
         rng, played = np.random.default_rng(step), []
-        indices = rng.integers(len(variations(args.task, split)), size=args.eval_episodes).tolist()
+        indices = rng.integers(len(variations(args.task, split)), size=number).tolist()
         rng = rng if explorer else np.random.default_rng((args.seed, step))  # else all seeds would play alike
         for start in range(0, len(indices), args.worlds):
             infos = worlds.reset(split, indices[start : start + args.worlds])
@@ -483,7 +488,6 @@ def main(args: Args) -> dict[str, float]:
     if args.resume:
         state = restore(run, modules, rng, torch.default_generator)
         started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-        optimizer.param_groups[0]["lr"] = args.lr  # the saved state has brought back the old one
     else:
         state = {"steps": 0, "episodes": 0, "updates": 0, "evaluations": [], "metrics": [], "samples": []}
     explorer = Copy(network, texts) if args.explorer == "drrn" else None  # it plays and gives targets (D1)
@@ -504,6 +508,7 @@ def main(args: Args) -> dict[str, float]:
         indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
         results = worlds.step({i: texts.texts[number] for i, number in enumerate(chosen)}, indices)
         # 2. meanwhile the explorer learns from what is in the memory
+        optimizer.param_groups[0]["lr"] = args.lr + (args.lr_end - args.lr) * step / args.steps  # D7
         if explorer and sum(replay.sizes()) >= args.batch:
             batch = replay.sample(args.batch, rng, fill=args.priority == "reward")
             for tag, figure in learn(network, explorer, optimizer, batch, texts, args).items():
@@ -521,7 +526,9 @@ def main(args: Args) -> dict[str, float]:
                 continue
             next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
             is_prior = args.priority == "reward" and reward > 0  # D3
-            replay.push(before.state, chosen[i], after.state, reward, terminated, next_actions, is_prior)
+            left = 100 - info["score"] if args.bound_targets else np.inf  # D8
+            earned = reward, terminated, left
+            replay.push(before.state, chosen[i], after.state, earned, next_actions, is_prior)
             if terminated or truncated:
                 state["episodes"] += 1
                 figures["rollout/score"].append(max(info["score"], 0))

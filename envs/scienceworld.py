@@ -16,9 +16,9 @@ with it.
     tasks        30, in the paper's order T0 ... T29, each with 10 to 1,386 variations; one world plays one of
                  them
     splits       the first half of a task's variations is "train", a quarter "dev", the rest "test"
-    reward       change of the score, 0 to 100. A failure (the wrong thing focused on) sets the score to -100:
-                 the reward is then -100 - score, and a failed episode returns -100. Evaluations take
-                 max(score, 0)
+    reward       change of the score, 0 to 100, which can begin above 0 (the package's rewards leave that out,
+                 too). A failure (the wrong thing focused on) sets the score to -100: the reward is then
+                 -100 - score. Evaluations take max(score, 0)
     the end      success (100) and failure terminate, `step_limit` truncates
     actions      any text; info["valid"] has those that do something here, 100 to several thousand
 
@@ -303,8 +303,8 @@ class ScienceWorld(gymnasium.Env):
             try:
                 self.simulator = self.simulator or Simulator()
                 self.simulator.call("load", self.task, self.variation, self.simplifications, False)
-                self.score, self.turns = 0, 0
-                text = self.simulator.call("step", "look around")
+                self.turns, text = 0, self.simulator.call("step", "look around")
+                self.score = self.first_score = self.read_score()
                 self.task_text = self.simulator.call("getTaskDescription")  # the same to the end
                 self.info = self.look(text)
                 break
@@ -326,7 +326,7 @@ class ScienceWorld(gymnasium.Env):
         self.turns += 1
         try:
             text = self.simulator.call("step", action.encode("utf-8", "replace").decode("utf-8"))
-            self.score = round(100 * self.simulator.call("getScore"))
+            self.score = self.read_score()
             terminated = bool(self.simulator.call("getCompleted")) or self.score < 0
             # A refusal changes nothing, and to list the valid actions is half of the simulator's work.
             is_refusal = text.startswith(NOT_UNDERSTOOD)
@@ -341,8 +341,12 @@ class ScienceWorld(gymnasium.Env):
         info = self.info | {"action": action, "died": died}
         if self.over:
             success = terminated and self.score >= 100
-            info["result"] = {"return": float(self.score), "length": self.turns, "success": success}
+            total = float(self.score - self.first_score)
+            info["result"] = {"return": total, "length": self.turns, "success": success}
         return self.observe(), float(self.score - before), terminated, truncated, info
+
+    def read_score(self) -> int:
+        return round(100 * self.simulator.call("getScore"))
 
     def look(self, text: str) -> dict:
         """What there is to know now; looking takes no time in the world."""

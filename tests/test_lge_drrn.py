@@ -47,7 +47,7 @@ from lge_drrn import (  # E2, E5, E4
 # ------------------------------------------------------------------------------------- a tiny world
 TINY = {
     "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3,
-    "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3,
+    "dev_episodes": 3, "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3,
     "guide": "none",
 }  # fmt: skip
 
@@ -162,12 +162,11 @@ def test_the_heads_two_parts_start_as_one_layer_would():
 def test_e2_e3_are_the_naive_loops():
     rng = np.random.default_rng(0)
     reward, next_q, q = (torch.tensor(rng.normal(0, 3, 50)) for _ in range(3))
-    ended = torch.tensor((rng.random(50) < 0.3).astype(float))
-    y = [
-        r + (0 if e else 0.9 * n)
-        for r, n, e in zip(reward.tolist(), next_q.tolist(), ended.tolist(), strict=True)
-    ]
-    assert torch.allclose(q_target(reward, next_q, ended, 0.9), torch.tensor(y, dtype=torch.float64))
+    ended, left = torch.tensor((rng.random(50) < 0.3).astype(float)), torch.tensor(rng.normal(2, 2, 50))
+    rows = zip(*(column.tolist() for column in (reward, next_q, ended, left)), strict=True)
+    y = [r + (0 if e else 0.9 * (n if n < most else most)) for r, n, e, most in rows]  # D8
+    assert 5 < (next_q > left).sum() < 45
+    assert torch.allclose(q_target(reward, next_q, ended, left, 0.9), torch.tensor(y, dtype=torch.float64))
     errors = [abs(a - b) for a, b in zip(q.tolist(), y, strict=True)]
     loss = sum(e * e / 2 if e < 1 else e - 0.5 for e in errors) / 50
     y = torch.tensor(y, dtype=torch.float64)
@@ -221,7 +220,7 @@ def test_learning_from_a_batch_is_the_naive_descent(texts):
     other = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double()
     other.load_state_dict(network.state_dict())
     numbers = np.array([[6, 2, 3, 0, 6, 2, 5], [6, 2, 3, 1, 4, 2, 3], [6, 2, 3, 0, 6, 2, 5]])
-    figures = torch.tensor([[3.0, 0.0], [-40.0, 1.0], [0.0, 0.0]])
+    figures = torch.tensor([[3.0, 0.0, 50.0], [-40.0, 1.0, 100.0], [0.0, 0.0, -7.0]])
     sets = [np.array([0, 1]), np.array([4]), np.array([1, 0, 4])]
     target = Copy(network, texts)
     metrics = learn(
@@ -229,9 +228,9 @@ def test_learning_from_a_batch_is_the_naive_descent(texts):
     )
 
     loss = 0.0
-    for row, (reward, ended), actions in zip(numbers, figures.tolist(), sets, strict=True):
+    for row, (reward, ended, left), actions in zip(numbers, figures.tolist(), sets, strict=True):
         with torch.no_grad():
-            best = max(naive_q(other, texts, row[4:], a).item() for a in actions)
+            best = min(left, max(naive_q(other, texts, row[4:], a).item() for a in actions))
         error = (naive_q(other, texts, row[:3], row[3]) - (reward + 0.7 * (1 - ended) * best)).abs()
         loss = loss + (error**2 / 2 if error < 1 else error - 0.5) / 3
     loss.backward()
@@ -246,7 +245,7 @@ def test_the_gradient_is_clipped(texts):
     torch.manual_seed(1)
     network = DRRN(texts.tokenizer.get_vocab_size(), 6, True)
     before, target = copy.deepcopy(network), Copy(network, texts)
-    batch = np.array([[6, 2, 3, 0, 6, 2, 5]]), torch.tensor([[90.0, 1.0]]), [np.array([0])]
+    batch = np.array([[6, 2, 3, 0, 6, 2, 5]]), torch.tensor([[90.0, 1.0, 0.0]]), [np.array([0])]
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     metrics = learn(network, target, optimizer, batch, texts, Args(max_grad_norm=0.01))
     pairs = zip(network.parameters(), before.parameters(), strict=True)
@@ -264,7 +263,8 @@ def test_a_view_says_what_is_wanted(texts):
 
 # -------------------------------------------------------------------------------- memory and tables
 def push(replay, n: int, is_prior: bool) -> None:
-    replay.push((n, n, n), n, (n, n, n), float(n), False, np.arange(n % 3 + 1, dtype=np.int32), is_prior)
+    earned, actions = (float(n), False, np.inf), np.arange(n % 3 + 1, dtype=np.int32)
+    replay.push((n, n, n), n, (n, n, n), earned, actions, is_prior)
 
 
 def test_the_memory_has_two_rings():
@@ -444,6 +444,7 @@ def logged(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("with_guide", [False, True])
 def test_resuming_is_the_same_run_to_the_bit(house, tmp_path, with_guide, guide_folder):
     options = {"guide": str(guide_folder), "top_k": 2} if with_guide else {}
+    options |= {"lr_end": Args.lr}  # else the rate depends on the steps to come
     whole, _ = run(tmp_path / "whole", **options)
     half, _ = run(tmp_path / "half", steps=12, **options)
     resumed, _ = run(tmp_path / "half", resume=str(half), **options)
@@ -633,7 +634,7 @@ def test_what_is_remembered_and_logged_of_training(
     options |= {"target_actions": target_actions, "eval_every": 60, "log_every": 60}
     folder, _ = run(tmp_path, worlds=1, steps=60, step_limit=5, **options)
     stepped = stepped[-60:]  # before them the vocabulary's
-    assert len(pushed) == 60 and {math.copysign(1, row[3]) for row in pushed if row[3]} == {1, -1}
+    assert len(pushed) == 60 and {math.copysign(1, row[3][0]) for row in pushed if row[3][0]} == {1, -1}
     assert any(result[3] for result in stepped)
     begins = True
     for before, row, (*_, reward, terminated, truncated, info) in zip(
@@ -642,10 +643,11 @@ def test_what_is_remembered_and_logged_of_training(
         after = lge_drrn.view(info, guides[0].texts)
         assert begins or row[0] == before[2]
         assert guides[0].texts.texts[row[1]] == info["action"] and row[2] == after.state
-        assert row[3] == reward and row[4] == terminated == (info["score"] in (100, -100))
+        assert row[3] == (reward, terminated, 100 - info["score"])  # D8
+        assert terminated == (info["score"] in (100, -100))
         allowed = guides[0].pruned(after) if target_actions == "pruned" else after.valid
-        assert row[5].tolist() == allowed.tolist()
-        assert row[6] == (reward > 0)  # D3
+        assert row[4].tolist() == allowed.tolist()
+        assert row[5] == (reward > 0)  # D3
         begins = terminated or truncated
     ended = [info for *_, info in stepped if "result" in info]
     expected = {
@@ -657,7 +659,7 @@ def test_what_is_remembered_and_logged_of_training(
     (row,) = logged(folder)
     for name, values in expected.items():
         assert row[f"rollout/{name}"] == pytest.approx(np.mean(values))
-    assert 0 < row["rollout/failure"] < 1 and row["memory/priority"] == sum(row[6] for row in pushed)
+    assert 0 < row["rollout/failure"] < 1 and row["memory/priority"] == sum(row[5] for row in pushed)
 
 
 def test_the_copy_is_renewed_as_often_as_said(house, tmp_path, monkeypatch):
@@ -698,10 +700,13 @@ def test_switches_reach_what_they_switch(house, tmp_path, monkeypatch):
 
     monkeypatch.setattr(lge_drrn, "learn", spied_learn)
     options = {"priority": "released", "priority_fraction": 0.25, "memory": 48, "batch": 12, "lr": 0.01}
+    options |= {"lr_end": 0.002}
     options |= {"q_hidden": False, "hidden": 6, "step_limit": 3, "simplifications": ""}
     folder, _ = run(tmp_path, steps=12, **options)
-    run(tmp_path, resume=str(folder), **(options | {"lr": 0.5}))
-    assert {lr for _, lr, _ in seen} == {0.01, 0.5} and seen[0][1] == 0.01
+    run(tmp_path, resume=str(folder), **(options | {"lr": 0.5, "lr_end": 0.5}))
+    falling = [0.01 - 0.008 * step / 12 for step in range(1, 13)]  # D7; the first steps have no batch yet
+    rates = [lr for _, lr, _ in seen]
+    assert rates[:-12] == pytest.approx(falling[-len(rates[:-12]) :]) and rates[-12:] == [0.5] * 12
     assert all(lengths == [9, 9, 9] for _, _, lengths in seen)  # D3: the priority quarter stays empty
     assert seen[0][0].last is None and seen[0][0].embedding.weight.shape[1] == 6  # D2
     state = state_of(folder)
@@ -724,7 +729,7 @@ def test_an_evaluation_by_hand(house, monkeypatch):
         return [{"score": scores[len(drawn) * 2 % 6 + i]} for i in range(len(infos))]
 
     monkeypatch.setattr(lge_drrn, "play_out", play_out)
-    args = Args(worlds=2, eval_episodes=6)
+    args = Args(worlds=2, eval_episodes=6, dev_episodes=6)
     metrics, transcripts = lge_drrn.greedy_play(None, None, Known(), 0.1, args, 7)
     for name in ("dev", "test"):
         assert metrics[f"eval/{name}_score"] == pytest.approx((100 + 50 + 25) / 6)

@@ -197,24 +197,33 @@ def test_gold_paths_reach_the_goal_from_the_start(world):
         "Your task is to find a(n) living thing"
     )
     path = scienceworld.gold_path("find-living-thing", 2, "easy")
-    rewards, scores = [], []
+    first, rewards, scores = info["score"], [], []
     for action in path:
         _, reward, terminated, truncated, info = world.step(action)
         rewards.append(reward)
         scores.append(info["score"])
         if terminated:
             break
-    assert terminated and not truncated and sum(rewards) == scores[-1] == 100
-    assert info["result"] == {"return": 100.0, "length": len(rewards), "success": True}
+    assert terminated and not truncated and scores[-1] == 100 == first + sum(rewards)
+    assert info["result"] == {"return": 100.0 - first, "length": len(rewards), "success": True}
 
 
 def test_a_failure_takes_the_score_to_minus_100(world):
-    world.reset(options={"index": 2})
+    first = world.reset(options={"index": 2})[1]["score"]
     world.step("go to hallway")
     earned = world.score
     _, reward, terminated, truncated, info = world.step("focus on air")
     assert terminated and not truncated and info["score"] == -100 and reward == -100 - earned
-    assert info["result"] == {"return": -100.0, "length": 2, "success": False}
+    assert info["result"] == {"return": -100.0 - first, "length": 2, "success": False}
+
+
+def test_what_the_score_begins_with_is_no_reward(world):
+    """As in the package, whose `reset` looks around before the agent's first action."""
+    for _ in range(2):  # right after loading, the simulator still has the old score
+        _, info = world.reset(options={"index": 0})
+        assert info["score"] == 8 == round(100 * world.simulator.call("getScore"))
+        assert world.step("wait")[1] == 0.0
+        world.step("focus on air")
 
 
 def test_info_has_what_policies_read_apart(world):
@@ -316,9 +325,7 @@ def test_a_refusal_changes_nothing_and_nothing_is_listed_anew(world, monkeypatch
     monkeypatch.setattr(world.simulator, "strings", lambda name: (listed.append(name), strings(name))[1])
     _, reward, _, _, after = world.step("sing a song")
     assert after["observation"].startswith(scienceworld.NOT_UNDERSTOOD) and not listed
-    assert (
-        after["score"] == reward
-    )  # the first step pays what the start is worth, 8 points here, whatever is done
+    assert reward == 0 and after["score"] == before["score"]
     for key, method in {"look": "freeActionLook", "inventory": "freeActionInventory"}.items():
         assert before[key] == after[key] == world.simulator.call(method)
     assert before["valid"] == after["valid"]

@@ -1,0 +1,123 @@
+"""Behaviour cloning on ScienceWorld's gold paths: the row "BC" of Table 3, with the network of lge_drrn.py.
+
+    python benchmarks/lge_bc.py --task find-living-thing --seed 1
+
+The network that is Q there scores the actions here: it learns to put the gold action above other valid ones
+(cross-entropy against so many drawn from them) and is judged as the explorer is, greedily, among all valid
+actions. The paper's BC is another model, Macaw, which writes its action (sec. 4.2). The run's folder has what
+a run of lge_drrn.py has but for checkpoints. Needs scienceworld and a Java.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import lge_drrn
+from envs import runs
+from envs.scienceworld import Worlds, gold_path, variations
+
+
+@dataclass
+class Args:
+    task: str = "find-living-thing"  # by name or by the paper's number, as T12
+    seed: int = 1  # of everything random in the run
+    paths: int = 100  # training variations, at most, whose gold paths are learned
+    steps: int = 1_000  # updates
+    batch: int = 32  # steps of gold paths in an update
+    negatives: int = 63  # valid actions drawn for each of them
+    lr: float = 1e-3  # of Adam, at the start; it falls to zero
+    eval_episodes: int = 50  # greedy episodes in each of dev and test
+    guide: str = "none"  # none: judged among all valid actions; a folder: among those that the guide leaves
+    runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
+    env: str = "scienceworld"
+    resume: str = ""
+
+
+def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplifications: str) -> list[tuple]:
+    """(state, gold action, other valid actions) of the steps of gold paths whose action is valid there."""
+    steps, n = [], len(worlds.worlds)
+    for start in range(0, len(indices), n):
+        some = indices[start : start + n]
+        infos = dict(enumerate(worlds.reset("train", some)))
+        paths = [gold_path(task, variations(task, "train")[index], simplifications) for index in some]
+        for t in range(max(map(len, paths))):
+            actions = {i: paths[i][t] for i in infos if t < len(paths[i])}
+            for i, action in actions.items():
+                view, gold = lge_drrn.view(infos[i], texts), texts.add(action)
+                if gold in view.valid and len(view.valid) > 1:
+                    steps.append((view.state, gold, view.valid[view.valid != gold]))
+            results = zip([*actions], worlds.step(actions), strict=True)
+            infos = {i: info for i, (result, info) in results if not (result[2] or result[3])}
+    return steps
+
+
+def learn(network, texts, optimizer, steps: list[tuple], negatives: int, rng) -> float:
+    """One descent on the cross-entropy of the gold action among itself and `negatives` others."""
+    states, gold, others = zip(*steps, strict=True)
+    sets = [[action, *rng.choice(row, negatives)] for action, row in zip(gold, others, strict=True)]
+    columns = zip(lge_drrn.FIELDS, np.array(states).T, strict=True)
+    fields = [network.encode(name, texts, column) for name, column in columns]
+    action_MH = network.action_part(network.encode("action", texts, np.array(sets).ravel()))
+    action_NAH = action_MH.unflatten(0, (len(steps), -1))
+    q_NA = network.q(network.state_part(torch.cat(fields, -1))[:, None], action_NAH)
+    loss = nn.functional.cross_entropy(q_NA, torch.zeros(len(steps), dtype=torch.long))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def main(args: Args) -> dict[str, float]:
+    """Plays gold paths, learns from them, plays greedily; returns what it writes to summary.json."""
+    task = {f"T{n}": name for n, name in enumerate(lge_drrn.TASKS)}.get(args.task, args.task)
+    explorer = lge_drrn.Args(
+        task=task, seed=args.seed, guide=args.guide, steps=args.steps, eval_episodes=args.eval_episodes
+    )
+    torch.set_num_threads(explorer.threads)
+    rng, run = np.random.default_rng(args.seed), runs.folder(args, "lge_bc")
+    options = {"task": task, "simplifications": explorer.simplifications, "step_limit": explorer.step_limit}
+    worlds = Worlds(explorer.worlds, **options)
+    words = worlds.texts(explorer.vocabulary_steps, rng)
+    texts = lge_drrn.Texts(lge_drrn.make_vocabulary(words, explorer.vocabulary))
+    guide = lge_drrn.Guide(explorer, texts)
+    torch.manual_seed(args.seed)
+    network = lge_drrn.DRRN(texts.tokenizer.get_vocab_size(), explorer.hidden, explorer.q_hidden)
+    optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
+
+    order = rng.permutation(len(variations(task, "train"))).tolist()[: args.paths]
+    steps = gold_steps(worlds, texts, task, order, explorer.simplifications)
+    print(f"{run}: {len(steps)} steps of {len(order)} gold paths")
+    log, losses = [], []
+    for step in range(1, args.steps + 1):
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)
+        batch = [steps[i] for i in rng.integers(len(steps), size=args.batch)]
+        losses.append(learn(network, texts, optimizer, batch, args.negatives, rng))
+        if step % 100 == 0 or step == args.steps:
+            log.append({"iteration": step, "bc/loss": float(np.mean(losses[-100:]))})
+            print(f"{step:5d}  bc/loss {log[-1]['bc/loss']:.3f}", flush=True)
+    player = lge_drrn.Copy(network, texts)
+    metrics, transcripts = lge_drrn.greedy_play(
+        player, guide, worlds, explorer.epsilon, explorer, lge_drrn.Args().steps
+    )
+    worlds.close()
+    log[-1] |= metrics
+    summary = {tag.replace("/", "_"): figure for tag, figure in metrics.items()}
+    summary |= {"steps": args.steps, "paths": len(order), "seed": args.seed} | runs.facts()
+    runs.write(run / "args.json", [asdict(args)], indent=2)
+    runs.write(run / "metrics.jsonl", log)
+    runs.write(run / "rollouts.jsonl", transcripts)
+    runs.write(run / "summary.json", [summary], indent=2)
+    print(json.dumps(summary))
+    return summary
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
