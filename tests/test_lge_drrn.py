@@ -47,8 +47,8 @@ from lge_drrn import (  # E2, E5, E4
 # ------------------------------------------------------------------------------------- a tiny world
 TINY = {
     "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3,
-    "dev_episodes": 3, "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40, "copy_every": 3,
-    "guide": "none",
+    "dev_episodes": 3, "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40,
+    "copy_every": 3, "guide": "none",
 }  # fmt: skip
 
 
