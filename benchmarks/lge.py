@@ -8,12 +8,13 @@ for some seeds and equal steps.
     python benchmarks/lge.py --out docs/lge_drrn.md        # puts the table between the file's two marks
     python benchmarks/lge.py --results lge.csv             # what is in this file is not run again
 
-Every cell is one run of lge_drrn.py in a folder of its own below --runs. One that has ended is not run again,
-one that was killed goes on from its last checkpoint. The guide is trained before, by guide_simcse.py. Printed
-is the score in percent on variations of the test split, the mean of the last tenth of the evaluations as in
-the paper, then over the seeds, with the half width of its 95 % interval (Student's t). --split dev is there
-to choose settings by; training is the play from which the explorer learns, in the last tenth of its steps.
-curves.csv has every evaluation of every run, curves.svg its mean over the seeds against the steps.
+Every cell is one run of lge_drrn.py, of BC one of lge_bc.py, in a folder of its own below --runs. One that
+has ended is not run again, one that was killed goes on from its last checkpoint. The guide is trained before,
+by guide_simcse.py. Printed is the score in percent on variations of the test split, the mean of the last
+tenth of the evaluations as in the paper, then over the seeds, with the half width of its 95 % interval
+(Student's t), and what a seed gains over DRRN, likewise. --split dev is there to choose settings by; training
+is the play from which the explorer learns, in the last tenth of its steps. --each prints a line a run, with
+its training. curves.csv has every evaluation of every run, curves.svg its mean over the seeds.
 """
 
 import csv
@@ -32,24 +33,25 @@ from tables import check, draw, insert, interval, launch, read_lines, run_missin
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs.scienceworld import TASKS as NAMES
 
-SCRIPT = Path(__file__).parent.parent / "lge_drrn.py"
+SCRIPT, BC = Path(__file__).parent.parent / "lge_drrn.py", Path(__file__).parent / "lge_bc.py"
 ROWS = {
     "random": ["--explorer", "random", "--guide", "none"],
     "random, guided": ["--explorer", "random"],
     "DRRN": ["--guide", "none"],
     "LGE fixed": ["--epsilon-schedule", "fixed"],
     "LGE increasing": ["--epsilon-schedule", "increasing"],
+    "BC": ["--guide", "none"],
 }
-# Golchha et al. 2024, Table 3, in percent after 100,000 steps of 8 worlds: DRRN, LGE fixed, LGE increasing.
+# Golchha et al. 2024, Table 3, in percent, 100,000 steps of 8 worlds: DRRN, LGE fixed, LGE increasing; BC.
 PAPER = {
-    "T0": (3, 2, 4), "T1": (3, 3, 2), "T2": (1, 0, 0), "T3": (4, 3, 2),
-    "T4": (8, 8, 8), "T5": (6, 7, 6), "T6": (10, 11, 8), "T7": (13, 13, 13),
-    "T8": (10, 10, 8), "T9": (7, 6, 6), "T10": (20, 29, 23), "T11": (19, 19, 39),
-    "T12": (26, 56, 18), "T13": (56, 60, 55), "T14": (19, 67, 19), "T15": (16, 17, 18),
-    "T16": (9, 9.4, 10), "T17": (20, 25, 21), "T18": (29, 27, 30), "T19": (11, 11, 11),
-    "T20": (48, 89, 55), "T21": (31, 32, 33), "T22": (47, 46, 64), "T23": (10, 18, 17),
-    "T24": (9, 5, 16), "T25": (13, 25, 24), "T26": (13, 24, 25), "T27": (13, 21, 21),
-    "T28": (19, 22, 19), "T29": (17, 16, 17),
+    "T0": (3, 2, 4, 0), "T1": (3, 3, 2, 0), "T2": (1, 0, 0, 1), "T3": (4, 3, 2, 0),
+    "T4": (8, 8, 8, 1), "T5": (6, 7, 6, 1), "T6": (10, 11, 8, 4), "T7": (13, 13, 13, 3),
+    "T8": (10, 10, 8, 2), "T9": (7, 6, 6, 5), "T10": (20, 29, 23, 4), "T11": (19, 19, 39, 21),
+    "T12": (26, 56, 18, 29), "T13": (56, 60, 55, 19), "T14": (19, 67, 19, 17), "T15": (16, 17, 18, 3),
+    "T16": (9, 9.4, 10, 8), "T17": (20, 25, 21, 6), "T18": (29, 27, 30, 16), "T19": (11, 11, 11, 5),
+    "T20": (48, 89, 55, 26), "T21": (31, 32, 33, 2), "T22": (47, 46, 64, 14), "T23": (10, 18, 17, 2),
+    "T24": (9, 5, 16, 4), "T25": (13, 25, 24, 5), "T26": (13, 24, 25, 5), "T27": (13, 21, 21, 4),
+    "T28": (19, 22, 19, 6), "T29": (17, 16, 17, 13),
 }  # fmt: skip
 TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # those where the paper's gain is large
 START, END = "<!-- table3 -->", "<!-- /table3 -->"
@@ -57,6 +59,7 @@ QUICK = (
     "--steps 8 --worlds 2 --step-limit 4 --eval-every 4 --log-every 4 --eval-episodes 2 "
     "--vocabulary-steps 2 --batch 4"
 )
+QUICK_BC = "--steps 8 --paths 2 --eval-episodes 2 --dev-episodes 2"
 
 
 @dataclass
@@ -66,11 +69,14 @@ class Args:
     seeds: int = 3  # 1 to this
     jobs: int = 1  # runs at a time; each has 8 Java processes, 2.7 GB in all
     guide: str = "auto"  # folder of the guide; auto: the newest in runs/
-    options: str = ""  # for every run, in one piece: --options="--steps 100000 --eval-every 1000"
+    options: str = ""  # for every run but BC's, in one piece: --options="--steps 100000 --eval-every 1000"
     split: Literal["test", "dev", "training"] = "test"  # whose score is printed
     runs: Path = Path("runs/lge")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
+    each: bool = (
+        False  # print every run, too: scores, of training in the last three tenths, mean Q at the end
+    )
     quick: bool = False  # one task, one seed, eight steps, to see that all works
 
 
@@ -104,13 +110,15 @@ def group_of(args: Args, guide: str, row: str = "") -> str:
 def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     """Runs one cell, or goes on with it, unless it has ended before; the folder of its run."""
     options = QUICK if args.quick else args.options
+    if row == "BC":
+        options = QUICK_BC if args.quick else ""
     folder = args.runs / group_of(args, guide, row) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
     if run := finished(folder):
         return run
     given = ["--task", task, "--seed", seed, "--guide", guide, "--runs", folder, *ROWS[row], *options.split()]
-    if begun := sorted(folder.glob("*/checkpoint.pt")):
+    if begun := sorted(folder.glob("*/checkpoint.pt")):  # BC has none and begins anew
         given = ["--resume", begun[-1].parent]
-    launch(f"{task}, {row}, seed {seed}", SCRIPT, *given)
+    launch(f"{task}, {row}, seed {seed}", BC if row == "BC" else SCRIPT, *given)
     if not (run := finished(folder)):  # Ctrl-C goes to the whole group of processes
         raise RuntimeError(f"{task}, {row}, seed {seed}: stopped; the same command goes on")
     print(f"{task}, {row}, seed {seed}: done", file=sys.stderr)
@@ -124,10 +132,24 @@ def outcome(run: Path) -> dict:
         "dev": "eval/dev_score",
         "test": "eval/test_score",
         "training": "rollout/score",
+        "q": "explorer/q",
     }.items():
         curves[name] = [(row["iteration"], round(row[tag], 2)) for row in rows if tag in row]
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return summary | {f"curve {name}": points for name, points in curves.items()}
+
+
+def each(outcomes: dict[tuple, dict]) -> str:
+    """A line a run: scores on test and dev, of training in the last three tenths, mean Q at the end."""
+    lines = ["| task | method | seed | test | dev | training score, steps | mean Q at the end | commit |"]
+    lines.append("| --- | --- | --- " + "| ---: " * 4 + "| --- |")
+    for (task, row, seed), run in outcomes.items():
+        training = run.get("curve training", [])
+        late = ", ".join(f"{score:.0f}" for step, score in training if step > 0.7 * run["steps"])
+        q = f"{run['curve q'][-1][1]:.0f}" if run.get("curve q") else ""
+        test, dev = (f"{run.get(f'eval_{split}_score', float('nan')):.1f}" for split in ("test", "dev"))
+        lines.append(f"| {task} | {row} | {seed} | {test} | {dev} | {late} | {q} | {run.get('commit', '')} |")
+    return "\n".join(lines)
 
 
 def main(args: Args) -> str:
@@ -169,20 +191,24 @@ def main(args: Args) -> str:
         for row in args.methods:
             by_seed = zip(*[outcomes[task, row, seed][f"curve {args.split}"] for seed in seeds], strict=True)
             mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
-            means.setdefault(task, {})[row] = mean
+            if mean:
+                means.setdefault(task, {})[row] = mean
     draw(means, "steps", folder / "curves.svg")
 
     # --- table
     def score(task: str, row: str, seed: int) -> float:
         if args.split == "training":
-            points = outcomes[task, row, seed]["curve training"]
+            points = outcomes[task, row, seed]["curve training"] or [(0, float("nan"))]  # BC does not play
             return statistics.fmean(score for _, score in points[-max(1, len(points) // 10) :])
         return outcomes[task, row, seed][f"eval_{args.split}_score"]
 
-    columns = [*args.methods, "paper: DRRN", "fixed", "increasing"]
+    pairs = [(row, "DRRN") for row in args.methods if "LGE" in row and "DRRN" in args.methods]
+    gains = [f"gain of {row.removeprefix('LGE ')}" for row, _ in pairs]
+    columns = [*args.methods, *gains, "paper: DRRN", "fixed", "increasing", "BC"]
     lines = [f"| task | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for task in tasks:
         cells = [interval([score(task, row, seed) for seed in seeds]) for row in args.methods]
+        cells += [interval([score(task, a, s) - score(task, b, s) for s in seeds]) for a, b in pairs]
         cells += [f"{figure:.0f}" for figure in PAPER[number_of(task)]]
         lines.append(f"| {task} | {' | '.join(cells)} |")
     if len(tasks) > 1:
@@ -190,10 +216,14 @@ def main(args: Args) -> str:
             row: [statistics.fmean(score(t, row, s) for t in tasks) for s in seeds] for row in args.methods
         }
         paper = zip(*(PAPER[number_of(task)] for task in tasks), strict=True)
-        means = [*map(interval, by_seed.values()), *(f"{statistics.fmean(column):.1f}" for column in paper)]
+        differences = [[a - b for a, b in zip(by_seed[x], by_seed[y], strict=True)] for x, y in pairs]
+        means = [*map(interval, [*by_seed.values(), *differences])]
+        means += [f"{statistics.fmean(column):.1f}" for column in paper]
         lines.append(f"| mean | {' | '.join(means)} |")
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds, {args.split} score; curves in {folder}\n{table}")
+    if args.each:
+        print(each(outcomes))
     if args.out:
         insert(table, args.out, START, END)
     return table

@@ -33,7 +33,8 @@ class Args:
     batch: int = 32  # steps of gold paths in an update
     negatives: int = 63  # valid actions drawn for each of them
     lr: float = 1e-3  # of Adam, at the start; it falls to zero
-    eval_episodes: int = 50  # greedy episodes in each of dev and test
+    eval_episodes: int = 50  # greedy episodes on test variations
+    dev_episodes: int = 10  # greedy episodes on dev variations
     guide: str = "none"  # none: judged among all valid actions; a folder: among those that the guide leaves
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
@@ -78,9 +79,8 @@ def learn(network, texts, optimizer, steps: list[tuple], negatives: int, rng) ->
 def main(args: Args) -> dict[str, float]:
     """Plays gold paths, learns from them, plays greedily; returns what it writes to summary.json."""
     task = {f"T{n}": name for n, name in enumerate(lge_drrn.TASKS)}.get(args.task, args.task)
-    explorer = lge_drrn.Args(
-        task=task, seed=args.seed, guide=args.guide, steps=args.steps, eval_episodes=args.eval_episodes
-    )
+    same = {name: getattr(args, name) for name in ("seed", "guide", "steps", "eval_episodes", "dev_episodes")}
+    explorer = lge_drrn.Args(task=task, **same)
     torch.set_num_threads(explorer.threads)
     rng, run = np.random.default_rng(args.seed), runs.folder(args, "lge_bc")
     options = {"task": task, "simplifications": explorer.simplifications, "step_limit": explorer.step_limit}

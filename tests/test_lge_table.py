@@ -1,18 +1,24 @@
 """benchmarks/lge.py: every method runs, runs once, goes on where it was killed, and lands in the document."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import fake_scienceworld
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import lge
+import lge_bc
 
 import envs
+import lge_drrn
 
 ROOT = Path(__file__).parent.parent
 PROBLEM = envs.missing("scienceworld")
@@ -33,11 +39,11 @@ def test_the_quick_table(tmp_path):
     assert first.stderr.count(": done") == len(lge.ROWS)
     (group,) = (tmp_path / "runs").iterdir()
     rows = (group / "curves.csv").read_text().splitlines()
-    assert len(rows) == 1 + len(lge.ROWS) * 2 * 2  # two evaluations on two splits
+    assert len(rows) == 1 + (len(lge.ROWS) - 1) * 2 * 2 + 2  # two evaluations on two splits, one of BC
     assert (group / "curves.svg").read_text().count("<polyline") == len(lge.ROWS)
     text = page.read_text()
     assert text.startswith(f"before\n{lge.START}\n| task |") and text.endswith(f"{lge.END}\nafter\n")
-    assert re.search(r"^\| T12 \|( \d+\.\d \|){5} 26 \| 56 \| 18 \|$", text, re.M)
+    assert re.search(r"^\| T12 \|( -?\d+\.\d \|){8} 26 \| 56 \| 18 \| 29 \|$", text, re.M)
 
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (second.stdout, second.stderr) == (first.stdout, "")
@@ -70,10 +76,10 @@ def test_the_papers_columns_are_its_table_3():
     found = {}
     for line in PAPER.read_text(encoding="utf-8").splitlines():
         if re.match(r"T\d+ [\d.]+ ", line):
-            task, drrn, _, _, increasing, fixed, _ = line.split()
-            found[task] = pytest.approx([100 * float(x) for x in (drrn, fixed, increasing)])
+            task, drrn, cloned, _, increasing, fixed, _ = line.split()
+            found[task] = pytest.approx([100 * float(x) for x in (drrn, fixed, increasing, cloned)])
     assert found == {task: list(row) for task, row in lge.PAPER.items()} and len(found) == 30
-    above = [(fixed > drrn, increasing > drrn) for drrn, fixed, increasing in lge.PAPER.values()]
+    above = [(fixed > drrn, increasing > drrn) for drrn, fixed, increasing, _ in lge.PAPER.values()]
     assert [sum(column) for column in zip(*above, strict=True)] == [16, 15]  # docs/lge_drrn.md
     assert sum(map(any, above)) == 21
 
@@ -92,13 +98,13 @@ def test_the_table_from_runs(tmp_path, capfd):
     options = {"tasks": ("T12", "T20"), "methods": ("DRRN", "LGE fixed"), "guide": "none", "runs": tmp_path}
     lines = lge.main(lge.Args(**options)).splitlines()
     assert lines[2:] == [
-        "| T12 | 20.0 ± 24.8 | 60.0 ± 24.8 | 26 | 56 | 18 |",
-        "| T20 | 0.0 ± 0.0 | 8.0 ± 0.0 | 48 | 89 | 55 |",
-        "| mean | 10.0 ± 12.4 | 34.0 ± 12.4 | 37.0 | 72.5 | 36.5 |",
+        "| T12 | 20.0 ± 24.8 | 60.0 ± 24.8 | 40.0 ± 0.0 | 26 | 56 | 18 | 29 |",
+        "| T20 | 0.0 ± 0.0 | 8.0 ± 0.0 | 8.0 ± 0.0 | 48 | 89 | 55 | 26 |",
+        "| mean | 10.0 ± 12.4 | 34.0 ± 12.4 | 24.0 ± 0.0 | 37.0 | 72.5 | 36.5 | 27.5 |",
     ]
 
     in_training = lge.main(lge.Args(**options, split="training")).splitlines()
-    assert in_training[2] == "| T12 | 10.0 ± 12.4 | 30.0 ± 12.4 | 26 | 56 | 18 |"
+    assert in_training[2] == "| T12 | 10.0 ± 12.4 | 30.0 ± 12.4 | 20.0 ± 0.0 | 26 | 56 | 18 | 29 |"
     # What is known is not run: the folder of a cell may be gone.
     cells = tmp_path / "runs.csv"
     lge.main(lge.Args(**options, results=cells))
@@ -148,3 +154,51 @@ def test_runs_without_a_guide_serve_every_guide():
         != lge.group_of(args, "runs/b/guide")
     )
     assert {lge.group_of(args, f"runs/{name}/guide", "DRRN") for name in "ab"} == {"--steps%209"}
+
+
+# ------------------------------------------------------------------------------------------ BC on gold paths
+def test_gold_paths_are_cloned(tmp_path, monkeypatch):
+    """In the fake house: every step of a path is learned; play then goes to the garden and focuses."""
+    fake_scienceworld.install(monkeypatch)
+    learned, learn = [], lge_bc.learn
+    monkeypatch.setattr(lge_bc, "learn", lambda *rest: (learned.append(rest), learn(*rest))[1])
+    sizes = {"eval_episodes": 6, "dev_episodes": 2, "batch": 8, "lr": 1e-2}
+    summary = lge_bc.main(lge_bc.Args(task="T12", steps=60, paths=4, runs=str(tmp_path), **sizes))
+    (run,) = tmp_path.iterdir()
+    outcome = lge.outcome(lge.finished(tmp_path))
+    assert outcome["curve test"] == [(60, round(summary["eval_test_score"], 2))] and summary["paths"] == 4
+    loss = [json.loads(line)["bc/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert loss[-1] < math.log(64), "below what drawing one of 64 costs"
+    played = [json.loads(line)["turns"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert all("garden" in " ".join(turn["action"] for turn in turns[:2]) for turns in played)
+    assert all(turns[-1]["action"].startswith("focus on ") for turns in played)
+    texts = learned[0][1]
+    said = {
+        (texts.texts[state[1]], texts.texts[gold]) for *_, steps, _, _ in learned for state, gold, _ in steps
+    }
+    rooms = {"kitchen": "go to hallway", "hallway": "go to garden", "garden": "focus on "}
+    assert (
+        all(action.startswith(rooms[text.split()[-1].strip(".")]) for text, action in said) and len(said) > 3
+    )
+    assert all(gold not in others for *_, steps, _, _ in learned for _, gold, others in steps)
+
+
+def test_cloning_is_the_cross_entropy_of_the_gold_action(tmp_path):
+    """By hand, against negatives that can be but one, so that nothing is left to chance."""
+    tokenizer = lge_drrn.make_vocabulary(["a room", "nothing", "look", "wait", "eat"], 300)
+    texts = lge_drrn.Texts(tokenizer)
+    room, nothing, look, wait, eat = map(texts.add, ["a room", "nothing", "look", "wait", "eat"])
+    torch.manual_seed(0)
+    network = lge_drrn.DRRN(tokenizer.get_vocab_size(), 4, True)
+    steps = [((room, room, nothing), look, np.array([wait])), ((room, nothing, room), wait, np.array([eat]))]
+    copied, expected = lge_drrn.Copy(network, texts), 0.0
+    for state, gold, others in steps:
+        (q,) = copied.q(np.array([state]), [np.array([gold, others[0], others[0]])])
+        expected += -torch.log_softmax(q, 0)[0].item() / 2
+    before = {name: weight.clone() for name, weight in network.state_dict().items()}
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    found = lge_bc.learn(network, texts, optimizer, steps, 2, np.random.default_rng(0))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert any(not torch.equal(before[name], weight) for name, weight in network.state_dict().items())
+    again = lge_bc.learn(network, texts, optimizer, steps, 2, np.random.default_rng(0))
+    assert again < found
