@@ -2,6 +2,7 @@
 
     python benchmarks/guide_rank.py find-plant
     python benchmarks/guide_rank.py "Your task is to bake a cake." --guide runs/RUN/guide
+    python benchmarks/guide_rank.py all            # which threshold on the cosine would do instead of k
 
 A star is on what the gold path takes. A description of one's own ranks all that can be done in the first
 states of all tasks. The states are those that guide_simcse.py ranks.
@@ -27,7 +28,7 @@ from guide_simcse import Step, best_actions, load_encoder, rank_steps, read_step
 class Args:
     task: Annotated[
         str, tyro.conf.Positional
-    ]  # a task of the evaluation data, or a description of several words
+    ]  # a task of the evaluation data, or a description of several words; all: thresholds over all tasks
     guide: str = ""  # folder of the guide; the newest in runs/ if not given
     eval_data: str = (
         "data/guide_dev_1.jsonl.gz"  # file of gold paths and valid actions; made if it is not there
@@ -40,7 +41,7 @@ def states(args: Args) -> list[Step]:
     if not Path(args.eval_data).exists():
         make_eval_data(args.eval_data, 1)
     steps = read_steps(read_lines(args.eval_data), 1, args.eval_steps)
-    chosen = [step for step in steps if step.task == args.task]
+    chosen = [step for step in steps if args.task in (step.task, "all")]
     if not chosen and " " not in args.task:
         raise ValueError(f"{args.task}: no such task in {args.eval_data}; a description has several words")
     if chosen:
@@ -50,8 +51,26 @@ def states(args: Args) -> list[Step]:
     return [Step("any", args.task, actions, np.zeros(len(actions), bool), 0)]
 
 
+def best_threshold(relevant: list[np.ndarray], scores: list[np.ndarray]) -> tuple[float, float, float, float]:
+    """The cosine (in hundredths) whose F1, mean over the states, is highest: it, the mean number of actions
+    it leaves, F1, and recall.
+
+    >>> best_threshold([np.array([True, False, False])], [np.array([0.9, 0.52, 0.1])])
+    (0.53, 1.0, 1.0, 1.0)
+    """
+    rows = []
+    for threshold in np.arange(-100, 100) / 100:
+        kept = [score >= threshold for score in scores]
+        hits = [(a & b).sum() for a, b in zip(kept, relevant, strict=True)]
+        f1 = [2 * n / (a.sum() + b.sum()) for n, a, b in zip(hits, kept, relevant, strict=True)]
+        recall = [n / b.sum() for n, b in zip(hits, relevant, strict=True)]
+        rows.append((np.mean(f1), threshold, np.mean([a.sum() for a in kept]), np.mean(recall)))
+    f1, threshold, number, recall = max(rows, key=lambda row: row[0])
+    return float(threshold), float(number), float(f1), float(recall)
+
+
 def main(args: Args) -> None:
-    """Prints the ten best actions of each state."""
+    """Prints the ten best actions of each state, or the best threshold over all."""
     found = sorted(
         Path("runs").glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime
     )
@@ -59,9 +78,14 @@ def main(args: Args) -> None:
         raise ValueError("no guide in runs/; train one with guide_simcse.py, or give --guide")
     chosen = states(args)
     encoder, tokenizer = load_encoder(args.guide or str(found[-1]), "cpu")
-    for step, score_A in zip(
-        chosen, rank_steps(encoder, tokenizer, chosen, guide_simcse.Args()), strict=True
-    ):
+    scores = rank_steps(encoder, tokenizer, chosen, guide_simcse.Args())
+    if args.task == "all":
+        relevant = [step.relevant for step in chosen]
+        threshold, number, f1, recall = best_threshold(relevant, [np.asarray(row) for row in scores])
+        print(f"{len(chosen)} states; cosine {threshold:.2f} leaves {number:.0f} actions")
+        print(f"F1 {f1:.2f}, RSR {recall:.2f}")
+        return
+    for step, score_A in zip(chosen, scores, strict=True):
         star = "; * is on the gold path" if step.relevant.any() else ""
         print(f"\n{step.description}\n{len(step.actions)} valid actions{star}")
         print("\n".join(best_actions(step, score_A)))

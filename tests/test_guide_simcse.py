@@ -793,6 +793,14 @@ def test_rank_lists_the_best_actions(finished, data, what):
     assert "thing" in said and ("*" in said.replace("* is on", "")) == (what == "task2")
 
 
+def test_rank_finds_the_best_threshold(finished, data):
+    """Of all states together; by hand in the function's own example."""
+    options = ["--guide", finished / "guide", "--eval-data", data["eval_data"], "--eval-steps", 0]
+    first, second = rank("all", *options).stdout.splitlines()
+    assert re.fullmatch(r"\d+ states; cosine -?0\.\d\d leaves \d+ actions", first)
+    assert re.fullmatch(r"F1 [01]\.\d\d, RSR [01]\.\d\d", second)
+
+
 def test_rank_wants_a_task_and_a_guide_that_there_are(finished, data, tmp_path):
     for guide_folder, task, reason in (
         (finished / "guide", "taks2", "taks2: no such task"),
