@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
