@@ -632,6 +632,7 @@ def test_what_is_remembered_and_logged_of_training(
     monkeypatch.setattr(ScienceWorld, "step", step_and_tell)
     options = {"explorer": "random", "guide": str(guide_folder), "top_k": 2, "epsilon": 0.5}
     options |= {"target_actions": target_actions, "eval_every": 60, "log_every": 60}
+    options |= {"bound_targets": target_actions == "valid"}  # each of the two switches once
     folder, _ = run(tmp_path, worlds=1, steps=60, step_limit=5, **options)
     stepped = stepped[-60:]  # before them the vocabulary's
     assert len(pushed) == 60 and {math.copysign(1, row[3][0]) for row in pushed if row[3][0]} == {1, -1}
@@ -643,7 +644,8 @@ def test_what_is_remembered_and_logged_of_training(
         after = lge_drrn.view(info, guides[0].texts)
         assert begins or row[0] == before[2]
         assert guides[0].texts.texts[row[1]] == info["action"] and row[2] == after.state
-        assert row[3] == (reward, terminated, 100 - info["score"])  # D8
+        left = 100 - info["score"] if target_actions == "valid" else np.inf
+        assert row[3] == (reward, terminated, left)  # D8
         assert terminated == (info["score"] in (100, -100))
         allowed = guides[0].pruned(after) if target_actions == "pruned" else after.valid
         assert row[4].tolist() == allowed.tolist()
@@ -729,17 +731,17 @@ def test_an_evaluation_by_hand(house, monkeypatch):
         return [{"score": scores[len(drawn) * 2 % 6 + i]} for i in range(len(infos))]
 
     monkeypatch.setattr(lge_drrn, "play_out", play_out)
-    args = Args(worlds=2, eval_episodes=6, dev_episodes=6)
+    args = Args(worlds=2, eval_episodes=6, dev_episodes=4)
     metrics, transcripts = lge_drrn.greedy_play(None, None, Known(), 0.1, args, 7)
-    for name in ("dev", "test"):
-        assert metrics[f"eval/{name}_score"] == pytest.approx((100 + 50 + 25) / 6)
-        assert metrics[f"eval/{name}_success"] == pytest.approx(1 / 6)
-        assert metrics[f"eval/{name}_failure"] == pytest.approx(2 / 6)
-    assert [len(indices) for _, indices in drawn] == [2] * 6
-    assert [split for split, _ in drawn] == ["dev"] * 3 + ["test"] * 3
+    expected = {"dev": ((50 + 25) / 4, 0, 1 / 4), "test": ((100 + 50 + 25) / 6, 1 / 6, 2 / 6)}
+    for name, figures in expected.items():
+        found = [metrics[f"eval/{name}_{figure}"] for figure in ("score", "success", "failure")]
+        assert found == pytest.approx(figures)
+    assert [len(indices) for _, indices in drawn] == [2] * 5
+    assert [split for split, _ in drawn] == ["dev"] * 2 + ["test"] * 3
     assert [row["split"] for row in transcripts] == ["dev", "dev", "test", "test"]
     dev = [index for split, indices in drawn if split == "dev" for index in indices]
-    assert dev == np.random.default_rng(7).integers(75, size=6).tolist() and len(set(dev)) > 3
+    assert dev == np.random.default_rng(7).integers(75, size=4).tolist() and len(set(dev)) > 2
 
 
 def test_the_final_figure_is_the_mean_of_the_last_tenth(house, tmp_path, monkeypatch):
