@@ -39,8 +39,8 @@ def test_the_quick_table(tmp_path):
     assert first.stderr.count(": done") == len(lge.ROWS)
     (group,) = (tmp_path / "runs").iterdir()
     rows = (group / "curves.csv").read_text().splitlines()
-    assert len(rows) == 1 + (len(lge.ROWS) - 1) * 2 * 2 + 2  # two evaluations on two splits, one of BC
-    assert (group / "curves.svg").read_text().count("<polyline") == len(lge.ROWS)
+    assert len(rows) == 1 + (len(lge.ROWS) - 1) * 2 * 3 + 2  # twice dev, test and training; of BC once two
+    assert all(f">{row}<" in (group / "curves.svg").read_text() for row in lge.ROWS)  # its legend
     text = page.read_text()
     assert text.startswith(f"before\n{lge.START}\n| task |") and text.endswith(f"{lge.END}\nafter\n")
     assert re.search(r"^\| T12 \|( -?\d+\.\d \|){8} 26 \| 56 \| 18 \| 29 \|$", text, re.M)
