@@ -2,7 +2,7 @@
 
     python lge_drrn.py --task find-plant          # 11 to 16 minutes; score 65, 59, 20 with seeds 1, 2, 3
     python lge_drrn.py --task find-plant --guide none                    # plain DRRN: 68, 70, 20
-    python lge_drrn.py --steps 100000 --lr 1e-4   # the paper's length; --resume runs/... goes on
+    python lge_drrn.py --steps 100000 --lr 1e-4 --eval-episodes 10       # the paper's length
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
 The guide, from guide_simcse.py, knows the task alone: of a thousand valid actions it keeps the first 50.

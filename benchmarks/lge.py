@@ -74,9 +74,7 @@ class Args:
     runs: Path = Path("runs/lge")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
-    each: bool = (
-        False  # print every run, too: scores, of training in the last three tenths, mean Q at the end
-    )
+    each: bool = False  # print a line for every run, too, with its training
     quick: bool = False  # one task, one seed, eight steps, to see that all works
 
 

@@ -38,8 +38,8 @@ class Args:
     guide: str = "none"  # none: judged among all valid actions; a folder: among those that the guide leaves
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    env: str = "scienceworld"
-    resume: str = ""
+    env: str = "scienceworld"  # this and the next: for the name of the folder
+    resume: str = ""  # it cannot be resumed
 
 
 def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplifications: str) -> list[tuple]:
