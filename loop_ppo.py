@@ -54,7 +54,7 @@ class Args:
     env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
     seed: int = 1  # of everything random in the run; 0 or more
-    iterations: int = 120  # rounds of rollouts and updates; 0: only evaluates
+    iterations: int = 120  # rounds of rollouts and updates (release: 200); 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
@@ -91,7 +91,7 @@ class Args:
     clip: float = 0.2  # eps of E2 (release: 0.1)
     lower_bound: Literal["minus", "over"] = "minus"  # of w: 1-eps (paper) or 1/(1+eps) (release)
     min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01; 0: none)
-    kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept
+    kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept, but not with --lora
     lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
     anneal_lr: bool = True  # it falls to zero over the iterations (D3)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
@@ -403,6 +403,17 @@ def score(model, trajectories: list[Trajectory], args: Args):
         yield dict(zip(part, logp_N.split([len(t.logps) for t in part]), strict=True))
 
 
+@torch.no_grad()
+def start_logps(model, start_model, kept: list[Trajectory], args: Args) -> dict[Trajectory, torch.Tensor]:
+    """Log-probs [M] by the model of the start (E7); with LoRA that is `model` without its adapters."""
+    if start_model:
+        return dict(ChainMap(*score(start_model, kept, args)))
+    model.disable_adapters()
+    logps = dict(ChainMap(*score(model, kept, args)))
+    model.enable_adapters()
+    return logps
+
+
 def advantages_of_groups(played: list[Trajectory], args: Args) -> dict[Trajectory, float]:
     """Advantages of the rollouts that ended, where a task has two of them; its K rollouts are neighbours."""
     advantages = {}
@@ -416,7 +427,7 @@ def advantages_of_groups(played: list[Trajectory], args: Args) -> dict[Trajector
 
 
 def update(model, optimizer, advantages: dict[Trajectory, float], args: Args, rng, start_model=None):
-    """Some epochs of steps on E2 (and E7, given a start model) with the rollouts of an iteration."""
+    """Some epochs of steps on E2, and E7 if asked for, with the rollouts of an iteration."""
     kept = [t for t, advantage in advantages.items() if abs(advantage) >= args.min_advantage]
     if not kept:
         return {"update/filtered": 1.0}
@@ -427,7 +438,7 @@ def update(model, optimizer, advantages: dict[Trajectory, float], args: Args, rn
     # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
     with torch.no_grad():
         old = dict(ChainMap(*score(model, [t for t in kept if t not in minibatches[0]], args)))
-        start = dict(ChainMap(*score(start_model, kept, args))) if start_model else {}  # D4
+    start = start_logps(model, start_model, kept, args) if args.kl else {}  # D4
     figures = defaultdict(list, filtered=[1 - len(kept) / len(advantages)])
     for minibatch in minibatches:
         optimizer.zero_grad()
@@ -549,7 +560,7 @@ def main(args: Args) -> dict[str, float]:
     source = args.model or str(Path(__file__).parent / "checkpoints" / worlds[0].demonstration_env)  # D1
     model = make_model(args, source)
     args = replace(args, context=min(args.context, model.config.max_position_embeddings))
-    start_model = make_model(args, source) if args.kl else None
+    start_model = make_model(args, source) if args.kl and not args.lora else None
     torch.set_default_device(args.device)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.01)  # the release's

@@ -1249,6 +1249,14 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, base):
     assert torch.allclose(loaded(ids).logits, after, atol=1e-5)
     for name, p in loop_ppo.make_model(replace(args, dtype="bfloat16"), folder).named_parameters():
         assert p.dtype == (torch.float32 if "lora" in name else torch.bfloat16)
+    played = list(advantages)  # E7 reads the model of the start, which is this one without its adapters
+    start = loop_ppo.start_logps(model, None, played, args)
+    expected = {}
+    for part in loop_ppo.score(AutoModelForCausalLM.from_pretrained(folder).eval(), played, args):
+        expected |= part
+    assert all(torch.allclose(start[t], expected[t], atol=1e-5) for t in played)
+    assert torch.allclose(model(ids).logits, after, atol=1e-5)  # switched on again, and still trained
+    assert [p for p in model.parameters() if p.requires_grad] == trained
     options = {"model": folder, "lora": True, "anneal_lr": False}
     whole, _ = run_of(tmp_path / "whole", iterations=2, **options)
     half, _ = run_of(tmp_path / "half", iterations=1, **options)
