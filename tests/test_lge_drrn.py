@@ -254,7 +254,7 @@ def test_the_gradient_is_clipped(texts):
 
 
 def test_a_view_says_what_is_wanted(texts):
-    """The task is in the state, as in the authors' code, and so is the score (D9); the guide ranks by the task."""
+    """The state says the task, as in the authors' code, and the score (D9); the guide ranks by the task."""
     info = {"task": "find it", "observation": "You look.", "look": "a hall", "inventory": "an orange"}
     for args, score in [(Args(), " SCORE 17"), (Args(show_score=False), "")]:
         seen = lge_drrn.view(info | {"valid": ["wait", "look"], "score": 17}, texts, args)
