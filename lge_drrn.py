@@ -2,7 +2,7 @@
 
     python lge_drrn.py --task find-plant          # 11 to 16 minutes; score 65, 59, 20 with seeds 1, 2, 3
     python lge_drrn.py --task find-plant --guide none                    # plain DRRN: 68, 70, 20
-    python lge_drrn.py --steps 100000 --lr 1e-4 --eval-episodes 10       # the paper's length
+    python lge_drrn.py --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10    # the paper's length
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
 The guide, from guide_simcse.py, knows the task alone: of a thousand valid actions it keeps the first 50.
@@ -20,7 +20,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D4  The step limit bootstraps, and no transition crosses a reset, as one in each of the authors' episodes.
   D5  Byte pairs trained on the world's own text, which may span words; the authors bring 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
-  D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a hundredth of its steps.
+  D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a fortieth of its steps.
   D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
   D9  The state says the score (--no-show-score): what has been paid for once is not paid again.
   D10 A failure costs the score so far, as evaluations count it, and not 100 more (--no-clip-failure).
@@ -54,7 +54,7 @@ class Args:
     env: str = "scienceworld"  # the explorer knows no other world
     task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
     seed: int = 1  # of everything random in the run; 0 or more
-    steps: int = 1_000  # of each world (paper: 100,000)
+    steps: int = 2_500  # of each world (paper: 100,000)
     worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
     step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
@@ -95,7 +95,7 @@ class Args:
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
     # --- evaluation
-    eval_every: int = 1_000  # steps between evaluations, each followed by a checkpoint (authors' flag: 1,000)
+    eval_every: int = 2_500  # steps between evaluations, each followed by a checkpoint (authors' flag: 1,000)
     eval_episodes: int = 50  # greedy episodes on test variations (authors' code: 10; 0: none)
     dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 

@@ -138,15 +138,19 @@ def outcome(run: Path) -> dict:
 
 
 def each(outcomes: dict[tuple, dict]) -> str:
-    """A line a run: scores on test and dev, of training in the last three tenths, mean Q at the end."""
-    lines = ["| task | method | seed | test | dev | training score, steps | mean Q at the end | commit |"]
+    """A line a run: scores on test and dev, of training in each quarter of the steps, mean Q at the end."""
+    lines = ["| task | method | seed | test | dev | training, by quarter | mean Q at the end | commit |"]
     lines.append("| --- | --- | --- " + "| ---: " * 4 + "| --- |")
     for (task, row, seed), run in outcomes.items():
-        training = run.get("curve training", [])
-        late = ", ".join(f"{score:.0f}" for step, score in training if step > 0.7 * run["steps"])
+        quarters = [[] for _ in range(4)]
+        for step, score in run.get("curve training", []):
+            quarters[min(3, int(4 * (step - 1) / run["steps"]))].append(score)
+        means = ", ".join(f"{statistics.fmean(scores):.0f}" for scores in quarters if scores)
         q = f"{run['curve q'][-1][1]:.0f}" if run.get("curve q") else ""
         test, dev = (f"{run.get(f'eval_{split}_score', float('nan')):.1f}" for split in ("test", "dev"))
-        lines.append(f"| {task} | {row} | {seed} | {test} | {dev} | {late} | {q} | {run.get('commit', '')} |")
+        lines.append(
+            f"| {task} | {row} | {seed} | {test} | {dev} | {means} | {q} | {run.get('commit', '')} |"
+        )
     return "\n".join(lines)
 
 

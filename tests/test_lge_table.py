@@ -84,6 +84,13 @@ def test_the_papers_columns_are_its_table_3():
     assert sum(map(any, above)) == 21
 
 
+def test_a_line_a_run_has_the_training_score_of_each_quarter():
+    training = [(10, 1.0), (25, 3.0), (26, 10.0), (50, 20.0), (100, 7.0)]
+    run = {"steps": 100, "eval_test_score": 5.0, "curve training": training, "curve q": [(100, 1.6)]}
+    *_, line = lge.each({("T12", "DRRN", 3): run}).splitlines()
+    assert line == "| T12 | DRRN | 3 | 5.0 | nan | 2, 15, 7 | 2 |  |"
+
+
 def test_the_table_from_runs(tmp_path, capfd):
     """Means over seeds and tasks, from runs that are all there."""
     figures = {
