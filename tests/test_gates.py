@@ -575,6 +575,7 @@ HOW_TO_RUN = [
     ("python lge_drrn.py", "TINY", ""),
     ("python loop_ppo.py --resume", "", ""),
     ("python loop_ppo.py", "TINY", ""),
+    ("python benchmarks/apps.py", "--turns 20 --worlds 1", ""),
     ("python benchmarks/guide_rank.py", "", ""),
     ("python benchmarks/loop_memory.py", "", ""),
     ("python benchmarks/loopholes.py", "", ""),
