@@ -5,12 +5,12 @@
     python lge_drrn.py --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10    # the paper's length
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
-The guide, from guide_simcse.py, knows the task alone: of a thousand valid actions it keeps the first 50.
+The guide, from guide_simcse.py, knows the task alone: of a thousand valid actions it keeps the nearest 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
-  E2  y = r + gamma * max_a' Q(s',a'), 0 behind an end                    He et al. Alg. 1  q_target
-  E3  Huber loss of Q(s,a) - y                                            App. A            learn
+  E2  y = r + gamma * max_a' Q(s',a'), 0 behind an end (unsaid in Alg. 1) Alg. 1, A.1.3     q_target
+  E3  Huber loss of Q(s,a) - y, mean of a batch; Alg. 1 sums              Alg. 1, A.1.3     learn
   E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              Alg. 1, 3.1.1     sample
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
@@ -22,7 +22,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
   D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a fortieth of its steps.
   D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
-  D9  The state says the score (--no-show-score): what has been paid for once is not paid again.
+  D9  The state says the score (--no-show-score), as the texts do not tell what has been paid.
   D10 A failure costs the score so far, as evaluations count it, and not 100 more (--no-clip-failure).
 """
 
@@ -55,8 +55,8 @@ class Args:
     task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
     seed: int = 1  # of everything random in the run; 0 or more
     steps: int = 2_500  # of each world (paper: 100,000)
-    worlds: int = 8  # played side by side, each in a Java process of its own (authors' flag: 8)
-    step_limit: int = 100  # actions after which an episode is cut off (authors' flag: 100)
+    worlds: int = 8  # played side by side, each in a Java process of its own (paper: 8, A.1.3)
+    step_limit: int = 100  # actions after which an episode is cut off (paper: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
@@ -68,14 +68,14 @@ class Args:
     # --- model
     guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or none; none: plain DRRN
     explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
-    hidden: int = 128  # size of embeddings and GRUs (authors' flag: 128)
+    hidden: int = 128  # size of embeddings and GRUs (paper: 128)
     q_hidden: bool = True  # a hidden layer in the Q head (D2)
     vocabulary: int = 4_000  # size of the byte-pair vocabulary (D5)
     vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
 
     # --- data
-    memory: int = 100_000  # transitions that the replay memory holds (authors' flag: 100,000)
-    priority: Literal["change", "gain", "released"] = "change"  # of the score: what the priority part has
+    memory: int = 100_000  # transitions that the replay memory holds (paper: 100,000)
+    priority: Literal["change", "gain", "released"] = "change"  # of the score: what is in the priority part
     priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5; 0: none)
 
     # --- algorithm
@@ -83,9 +83,11 @@ class Args:
     prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prunes)
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
-    target_actions: Literal["valid", "pruned"] = "valid"  # the a' of E2; pruned: the authors' "corrected"
+    target_actions: Literal["valid", "pruned"] = (
+        "valid"  # the a' of E2; pruned: as the authors' second script claims
+    )
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
-    lr: float = 1e-3  # of Adam, at the start (D7; authors' default: 1e-4)
+    lr: float = 1e-3  # of Adam, at the start (D7; paper: 1e-4)
     lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
     bound_targets: bool = True  # no value above the points that are still to be had (D8)
     show_score: bool = True  # the state says the score so far (D9)
@@ -95,8 +97,8 @@ class Args:
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
     # --- evaluation
-    eval_every: int = 2_500  # steps between evaluations, each followed by a checkpoint (authors' flag: 1,000)
-    eval_episodes: int = 50  # greedy episodes on test variations (authors' code: 10; 0: none)
+    eval_every: int = 2_500  # steps between evaluations, each followed by a checkpoint (paper: 1,000)
+    eval_episodes: int = 50  # greedy episodes on test variations (paper: 10; 0: none)
     dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 
 
@@ -512,7 +514,7 @@ def main(args: Args) -> dict[str, float]:
         chosen, q = choose(explorer, guide, views, epsilon, rng)
         indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
         results = worlds.step({i: texts.texts[number] for i, number in enumerate(chosen)}, indices)
-        # 2. meanwhile the explorer learns from what is in the memory
+        # 2. meanwhile the network learns from what is in the memory
         optimizer.param_groups[0]["lr"] = args.lr + (args.lr_end - args.lr) * step / args.steps  # D7
         if explorer and sum(replay.sizes()) >= args.batch:
             batch = replay.sample(args.batch, rng, fill=args.priority != "released")
@@ -530,7 +532,8 @@ def main(args: Args) -> dict[str, float]:
             if info["died"]:  # nobody knows what this step did, and nobody counts the episode
                 continue
             next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
-            is_prior = {"change": reward != 0, "gain": reward > 0, "released": False}[args.priority]  # D3
+            # D3; before D10, as a failure at score 0 is a change, too
+            is_prior = {"change": reward != 0, "gain": reward > 0, "released": False}[args.priority]
             if args.clip_failure:
                 reward -= min(info["score"], 0)  # D10
             left = 100 - info["score"] if args.bound_targets else np.inf  # D8

@@ -706,6 +706,15 @@ def test_epsilon_is_as_the_schedule_says_in_training_and_in_evaluations(
     assert evaluated == ({4 / 8, 8 / 8} if increasing else {0.3})
 
 
+@pytest.mark.parametrize("show_score", [True, False])
+def test_an_evaluation_sees_the_score_if_training_does(house, tmp_path, monkeypatch, show_score):
+    """D9: all that `view` is asked for, by `main` and by `play_out`."""
+    seen, view = [], lge_drrn.view
+    monkeypatch.setattr(lge_drrn, "view", lambda *rest: (seen.append(rest[2].show_score), view(*rest))[1])
+    run(tmp_path, steps=4, eval_every=4, show_score=show_score, explorer="random")
+    assert seen == [show_score] * len(seen) and len(seen) > 4 * 2 * 2
+
+
 def test_switches_reach_what_they_switch(house, tmp_path, monkeypatch):
     """Each with another value than its default; a resumed run has the new learning rate."""
     seen, learn = [], lge_drrn.learn
