@@ -74,7 +74,7 @@ class Args:
     vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
 
     # --- data
-    memory: int = 100_000  # transitions that the replay memory holds (paper: 100,000)
+    memory: int = 100_000  # transitions in the replay memory (paper: 100,000)
     priority: Literal["change", "gain", "released"] = "change"  # of the score: what is in the priority part
     priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5; 0: none)
 
