@@ -40,6 +40,7 @@ def adapt(id: str, options: dict) -> "Adapted":
     except gymnasium.error.UnregisteredEnv as error:
         known = ", ".join([*envs.ENVS, "module:Class", "ids of gymnasium (docs/your_world.md)"])
         module, _, name = id.rpartition(".")
+        name = "MyWorld" if name == "py" else name  # a file's name
         hint = f" (or is it {module}:{name}?)" if module and name.isidentifier() else ""
         raise ValueError(f"unknown environment {id!r}{hint}; known: {known}") from error
     except gymnasium.error.Error as error:

@@ -245,6 +245,7 @@ WRONG = {
     f"{HERE}:Vain": r".*append_only is True, but an observation does not begin with the last one and the"
     r" action: 'You said 1.' stands where 'Seed \d+.1' should; without",
     "mine.my_world.HigherLower": r"unknown environment .* \(or is it mine.my_world:HigherLower\?\); known: ",
+    "my_world.py": r"unknown environment .* \(or is it my_world:MyWorld\?\); known: ",
     f"{HERE}:Choosy": r".*Choosy needs the option size",
     f"{HERE}:Squares": r".*:Squares: TypeError: unsupported .* \(/.*/test_your_world.py, line \d+\)$",
     f"{HERE}:Picky": r".*:Picky: 7 is no size \(/.*/test_your_world.py, line \d+\)$",
@@ -317,6 +318,11 @@ def test_the_example_keeps_the_rules(monkeypatch, capsys):
 class Fragile(Bare):
     def step(self, action):
         return f"{action[0]}", 0.0, False, False, {}
+
+
+class Digits(Whole):
+    def step(self, action):
+        return super().step(str(int(action)))
 
 
 class Remembers(Bare):
@@ -472,6 +478,7 @@ BREAK = {
     Vain: {"appends"},
     NoPlayers: {"has_players"},
     NoReward: {"steps"},
+    Digits: {"steps"},
     Fragile: {"takes_any_text"},
     Remembers: {"repeats_itself"},
     Shared: {"plays_side_by_side"},
@@ -492,6 +499,11 @@ def test_a_broken_rule_is_found(world, monkeypatch, capsys):
     assert code == 1 and meant <= set(broken)
     follow = {"Unsaid", "Shared", "Remembers"}  # others, too
     assert meant == set(broken) or world.__name__ in follow
+
+
+def test_a_word_that_a_world_cannot_read_is_named(monkeypatch, capsys):
+    _, _, said = check(monkeypatch, capsys, f"{HERE}:Digits")
+    assert "        'yes' raised ValueError: invalid literal for int() with base 10: 'yes'\n" in said
 
 
 def test_after_a_broken_rule_that_others_use_these_are_not_tested(monkeypatch, capsys):
