@@ -947,6 +947,27 @@ def test_no_more_logits_than_a_chunk(warm):
     assert sum(shape[0] for shape in rows) == sum(len(t.logps) for t in played)
 
 
+def test_updates_need_no_mask_and_expand_no_keys(warm, monkeypatch):
+    """The page says what attention gets: updates allow flash attention, and no token expands keys."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(vocab_size=len(warm.tokenizer), num_hidden_layers=1, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.tokenizer, calls = warm.tokenizer, []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask=None, **options):
+        calls.append((query.shape[2], key.shape[1], attn_mask is None, options["is_causal"]))
+        return plain(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    played = play(model, small())
+    assert {key_heads for _, key_heads, *_ in calls} == {2, 4}, "of a token as they are, of a reply expanded"
+    calls.clear()
+    logps_of(model, played, small())
+    assert {call[1:] for call in calls} == {(2, True, True)}
+
+
 def test_worlds_step_side_by_side(warm):
     """Two that wait for each other: one after the other they would wait for ever."""
     both = threading.Barrier(2, timeout=20)
