@@ -9,8 +9,9 @@ from test_envs import all_worlds
 import envs
 from envs import fuzz
 
-# What a turn costs differs; ten times as many of each: python -m envs.fuzz WORLD --turns 10000
-TURNS = {"apps": 150, "appworld": 50, "scienceworld": 200, "detective": 500}
+# What a turn costs differs; scienceworld's episodes have 100, and two of each kind are wanted.
+# Ten times as many of each: python -m envs.fuzz WORLD --turns 10000
+TURNS = {"apps": 150, "appworld": 50, "scienceworld": 300, "detective": 500}
 
 
 @pytest.mark.parametrize("id", list(all_worlds()))
