@@ -84,7 +84,7 @@ class Args:
     batch: int = 128  # tuples of a batch of the paper's sampling (paper: 128)
     mask_gold: bool = True  # no gold action of a description is a negative of it (D1)
     temperature: float = 0.05  # T of E1 (authors' script: 0.05)
-    lr: float = 2e-4  # its peak: up over the first tenth, then down to zero (paper: 5e-5, BERT-base)
+    lr: float = 2e-4  # up to 0.9 of it over the first tenth, then down to zero (paper: 5e-5, BERT-base)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation

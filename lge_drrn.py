@@ -83,7 +83,7 @@ class Args:
     prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prunes)
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
-    target_actions: Literal["valid", "pruned"] = "valid"  # a' of E2; pruned: the release's second script
+    target_actions: Literal["valid", "pruned"] = "valid"  # a' of E2; pruned: what the release claims
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
     lr: float = 1e-3  # of Adam, at the start (D7; paper: 1e-4)
     lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)

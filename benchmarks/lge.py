@@ -53,7 +53,7 @@ PAPER = {
     "T24": (9, 5, 16, 4), "T25": (13, 25, 24, 5), "T26": (13, 24, 25, 5), "T27": (13, 21, 21, 4),
     "T28": (19, 22, 19, 6), "T29": (17, 16, 17, 13),
 }  # fmt: skip
-TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # those where the paper's gain is large
+TASKS = ("T10", "T11", "T12", "T13", "T14", "T20", "T22", "T25")  # the paper gains more there than on average
 START, END = "<!-- table3 -->", "<!-- /table3 -->"
 QUICK = (
     "--steps 8 --worlds 2 --step-limit 4 --eval-every 4 --log-every 4 --eval-episodes 2 "
