@@ -234,7 +234,8 @@ class Memory(transformers.Cache):
     def keep(self, rows: list[int]) -> None:
         """These rows and no others, in this order; a row may be named more than once."""
         self.length_B, self.hidden_BH = self.length_B[rows], self.hidden_BH[rows]
-        self.stored = {layer: store[:, rows] for layer, store in self.stored.items()}
+        for layer in self.stored:  # one by one: two whole caches would not fit
+            self.stored[layer] = self.stored[layer][:, rows]
 
     def read(self, batch: list[Trajectory]) -> None:
         """Reads what is new in every rollout, but not in those that wait for their world."""

@@ -4,10 +4,10 @@
     python benchmarks/loop_memory.py --rollouts 2 --context 16000
 
 Rollouts keep the weights, the keys and values of all tokens, with a quarter of room to grow, and for one
-layer at a time these expanded to all heads. Updates with --gradient-checkpointing keep the weights, the
-adapters with gradient and Adam's two moments in float32, the input of each layer, and for one layer at a
-time all that its backward pass reads. What torch itself takes and its allocator wastes comes on top:
-add a tenth.
+layer at a time these expanded to all heads, while replies are read. Updates with --gradient-checkpointing
+keep the weights, the adapters with gradient and Adam's two moments in float32, the input of each layer,
+and for one layer at a time all that its backward pass reads. Before that, the model is loaded into main
+memory in float32. What torch itself takes and its allocator wastes comes on top: add a tenth.
 """
 
 from dataclasses import dataclass
@@ -74,13 +74,16 @@ def memory(model: Model, args: Args) -> dict[str, float]:
     inputs = read * model.hidden * number * model.layers
     # two norms and their outputs, query, expanded keys and values, attention; gate, up, activation, product
     within = read * (10 * model.hidden + 4 * model.inner) * number
+    # as adapters are float32, so are the inputs of the linear maps, which peft converts; measured
+    converted = read * (20 * model.hidden + 2 * model.inner) if args.lora_rank else 0
     logits = 3 * args.logit_chunk * model.vocabulary * SINGLE  # themselves, their softmax, its gradient
     parts = {"weights": weights, "cache": cache, "one layer's keys and values": expanded}
     parts |= {"trained, gradient, moments": trained and learning, "inputs of layers": inputs}
-    parts |= {"inside a layer": within, "logits": logits}
+    parts |= {"inside a layer": within, "inputs of adapters": converted, "logits": logits}
+    parts |= {"main memory, while loading": model.parameters * SINGLE}
     sums = {
         "rollouts": weights + learning + cache + expanded,
-        "updates": weights + learning + inputs + within + logits,
+        "updates": weights + learning + inputs + within + converted + logits,
     }
     return {name: size / GB for name, size in (parts | sums).items()}
 

@@ -44,16 +44,41 @@ def test_the_cache_is_that_of_the_script():
     assert real == pytest.approx(told["cache"] * GB, rel=0.03), "with its quarter of room"
 
 
-def test_what_a_layer_keeps_for_its_backward_pass():
+def test_rows_leave_the_cache_layer_by_layer():
+    """Two whole caches side by side would need twice the memory."""
+    model = llama(SMALL).eval()
+    cache = loop_ppo.Memory(model, [loop_ppo.Trajectory(0, ids=list(range(50))) for _ in range(3)])
+    whole, sizes = cache.stored, []
+
+    class Watched(dict):
+        def __setitem__(self, layer, store):
+            super().__setitem__(layer, store)
+            sizes.append(sum(store.shape[1] for store in self.values()))
+
+    cache.stored = Watched(whole)
+    cache.keep([0, 2])
+    assert sizes == [5, 4], "of two layers with three rows"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_what_a_layer_keeps_for_its_backward_pass(lora_rank):
+    """In float32, and as with --lora --dtype bfloat16."""
     model, tokens, kept = llama(SMALL), 400, {}
+    if lora_rank:
+        peft = pytest.importorskip("peft")
+        model = model.bfloat16()
+        model.add_adapter(peft.LoraConfig(r=lora_rank, target_modules="all-linear"))
+        for p in filter(lambda p: p.requires_grad, model.parameters()):
+            p.data = p.data.float()
 
     def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, or its place would be used again
         return tensor
 
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    real = sum(size for place, size in kept.items() if place not in parameters)
-    told = memory(SMALL, Args(context=tokens, lora_rank=0))
-    assert output is not None and real / SMALL.layers == pytest.approx(told["inside a layer"] * GB, rel=0.1)
+    real = sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - parameters)
+    told = memory(SMALL, Args(context=tokens, lora_rank=lora_rank))
+    told = told["inside a layer"] + told["inputs of adapters"]
+    assert output is not None and real / SMALL.layers == pytest.approx(told * GB, rel=0.1)
