@@ -16,14 +16,12 @@ Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXi
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D1  Targets and player use a copy of the network, renewed every 50 updates (--copy-every 1): fewer texts.
   D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer (--no-q-hidden).
-  D3  Changes of the score fill the memory's priority half (--priority gain, released); the authors' is empty.
+  D3  Positive rewards fill the memory's priority half (--priority released): the authors leave it empty.
   D4  The step limit bootstraps, and no transition crosses a reset, as one in each of the authors' episodes.
   D5  Byte pairs trained on the world's own text, which may span words; the authors bring 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
   D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a fortieth of its steps.
   D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
-  D9  The state says the score (--no-show-score), as the texts do not tell what has been paid.
-  D10 A failure costs the score so far, as evaluations count it, and not 100 more (--no-clip-failure).
 """
 
 import copy
@@ -75,7 +73,7 @@ class Args:
 
     # --- data
     memory: int = 100_000  # transitions in the replay memory (paper: 100,000)
-    priority: Literal["change", "gain", "released"] = "change"  # of the score: what is in the priority part
+    priority: Literal["gain", "released"] = "gain"  # what the priority part has: rewards, or nothing (D3)
     priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5; 0: none)
 
     # --- algorithm
@@ -88,8 +86,6 @@ class Args:
     lr: float = 1e-3  # of Adam, at the start (D7; paper: 1e-4)
     lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
     bound_targets: bool = True  # no value above the points that are still to be had (D8)
-    show_score: bool = True  # the state says the score so far (D9)
-    clip_failure: bool = True  # a failure takes the score to 0, not to -100 (D10)
     gamma: float = 0.9  # discount (authors' default: 0.9)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates after which the copy is renewed (D1)
@@ -134,10 +130,9 @@ class View(NamedTuple):
     valid: np.ndarray  # int32
 
 
-def view(info: dict, texts: Texts, args: Args) -> View:
+def view(info: dict, texts: Texts) -> View:
     """The task stands before the observation, as in the authors' code: the state must say what is wanted."""
-    score = f" SCORE {info['score']}" if args.show_score else ""  # D9
-    fields = (f"{info['task']} OBSERVATION {info['observation']}{score}", info["look"], info["inventory"])
+    fields = (f"{info['task']} OBSERVATION {info['observation']}", info["look"], info["inventory"])
     valid = np.array([texts.add(action) for action in info["valid"]], np.int32)
     return View(tuple(map(texts.add, fields)), texts.add(info["task"]), valid)
 
@@ -418,7 +413,7 @@ def play_out(explorer: Copy | None, guide: Guide, worlds: Worlds, infos: list[di
     alive, played = dict(enumerate(infos)), []
     episodes = [{"variation": info["answer"], "turns": []} for info in infos]
     while alive:
-        views = [view(info, guide.texts, guide.args) for info in alive.values()]
+        views = [view(info, guide.texts) for info in alive.values()]
         chosen, q = choose(explorer, guide, views, epsilon, rng, is_greedy=True)
         results = worlds.step({i: guide.texts.texts[number] for i, number in zip(alive, chosen, strict=True)})
         ranks = [guide.rank(*pair) if guide.table else None for pair in zip(views, chosen, strict=True)]
@@ -507,7 +502,7 @@ def main(args: Args) -> dict[str, float]:
         # 1. the worlds take a step, in threads
         if not views:  # at the start, and behind a checkpoint: all begin anew
             infos = worlds.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
-            views = [view(info, texts, args) for info in infos]
+            views = [view(info, texts) for info in infos]
         epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
         chosen, q = choose(explorer, guide, views, epsilon, rng)
         indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
@@ -515,7 +510,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. meanwhile the network learns from what is in the memory
         optimizer.param_groups[0]["lr"] = args.lr + (args.lr_end - args.lr) * step / args.steps  # D7
         if explorer and sum(replay.sizes()) >= args.batch:
-            batch = replay.sample(args.batch, rng, fill=args.priority != "released")
+            batch = replay.sample(args.batch, rng, fill=args.priority == "gain")
             for tag, figure in learn(network, explorer, optimizer, batch, texts, args).items():
                 figures[tag].append(figure)
             state["updates"] += 1
@@ -523,17 +518,14 @@ def main(args: Args) -> dict[str, float]:
                 explorer = Copy(network, texts)  # D1
         # 3. what came of it; `seen` is what to act on next: behind an end it is another episode's start
         for i, ((_, reward, terminated, truncated, info), seen) in enumerate(results):
-            before, after, views[i] = views[i], view(info, texts, args), view(seen, texts, args)  # D4
+            before, after, views[i] = views[i], view(info, texts), view(seen, texts)  # D4
             figures["rollout/candidates"].append(len(q[i]))
             figures["rollout/entropy"].append(torch.distributions.Categorical(logits=q[i]).entropy().item())
             figures["rollout/died"].append(info["died"])
             if info["died"]:  # nobody knows what this step did, and nobody counts the episode
                 continue
             next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
-            # D3; before D10, as a failure at score 0 is a change, too
-            is_prior = {"change": reward != 0, "gain": reward > 0, "released": False}[args.priority]
-            if args.clip_failure:
-                reward -= min(info["score"], 0)  # D10
+            is_prior = args.priority == "gain" and reward > 0  # D3
             left = 100 - info["score"] if args.bound_targets else np.inf  # D8
             earned = reward, terminated, left
             replay.push(before.state, chosen[i], after.state, earned, next_actions, is_prior)

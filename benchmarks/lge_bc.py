@@ -42,18 +42,17 @@ class Args:
     resume: str = ""  # it cannot be resumed
 
 
-def gold_steps(worlds: Worlds, texts, explorer: lge_drrn.Args, indices: list[int]) -> list[tuple]:
+def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplifications: str) -> list[tuple]:
     """(state, gold action, other valid actions) of the steps of gold paths whose action is valid there."""
     steps, n = [], len(worlds.worlds)
     for start in range(0, len(indices), n):
         some = indices[start : start + n]
         infos = dict(enumerate(worlds.reset("train", some)))
-        of_task = variations(explorer.task, "train")
-        paths = [gold_path(explorer.task, of_task[index], explorer.simplifications) for index in some]
+        paths = [gold_path(task, variations(task, "train")[index], simplifications) for index in some]
         for t in range(max(map(len, paths))):
             actions = {i: paths[i][t] for i in infos if t < len(paths[i])}
             for i, action in actions.items():
-                view, gold = lge_drrn.view(infos[i], texts, explorer), texts.add(action)
+                view, gold = lge_drrn.view(infos[i], texts), texts.add(action)
                 if gold in view.valid and len(view.valid) > 1:
                     steps.append((view.state, gold, view.valid[view.valid != gold]))
             results = zip([*actions], worlds.step(actions), strict=True)
@@ -81,7 +80,7 @@ def main(args: Args) -> dict[str, float]:
     """Plays gold paths, learns from them, plays greedily; returns what it writes to summary.json."""
     task = {f"T{n}": name for n, name in enumerate(lge_drrn.TASKS)}.get(args.task, args.task)
     same = {name: getattr(args, name) for name in ("seed", "guide", "steps", "eval_episodes", "dev_episodes")}
-    explorer = lge_drrn.Args(task=task, show_score=False, **same)  # it imitates the path, whatever it earns
+    explorer = lge_drrn.Args(task=task, **same)
     torch.set_num_threads(explorer.threads)
     rng, run = np.random.default_rng(args.seed), runs.folder(args, "lge_bc")
     options = {"task": task, "simplifications": explorer.simplifications, "step_limit": explorer.step_limit}
@@ -94,7 +93,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
 
     order = rng.permutation(len(variations(task, "train"))).tolist()[: args.paths]
-    steps = gold_steps(worlds, texts, explorer, order)
+    steps = gold_steps(worlds, texts, task, order, explorer.simplifications)
     print(f"{run}: {len(steps)} steps of {len(order)} gold paths")
     log, losses = [], []
     for step in range(1, args.steps + 1):
