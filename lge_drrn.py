@@ -1,7 +1,7 @@
 """LGE: a Guide prunes the valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.
 
-    python lge_drrn.py --task find-plant          # ten minutes on two cores; 63, 76, 61 with seeds 1, 2, 3
-    python lge_drrn.py --task find-plant --guide none                                   # plain DRRN
+    python lge_drrn.py --task find-plant          # ten minutes on two cores; 72, 65, 41 with seeds 1, 2, 3
+    python lge_drrn.py --task find-plant --guide none                    # plain DRRN; 58, 51, 44
     python lge_drrn.py --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10    # the paper's length
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
