@@ -22,6 +22,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
   D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a fortieth of its steps.
   D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
+  D9  The Huber loss is squared up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
 """
 
 import copy
@@ -85,6 +86,7 @@ class Args:
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
     lr: float = 1e-3  # of Adam, at the start (D7; paper: 1e-4)
     lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
+    huber_delta: float = 100.0  # error in points from which E3 is linear (D9; authors: 1)
     bound_targets: bool = True  # no value above the points that are still to be had (D8)
     gamma: float = 0.9  # discount (authors' default: 0.9)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
@@ -380,7 +382,7 @@ def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Arg
         next_q_N = torch.stack([q_A.max() for q_A in target.q(number_N7[:, 4:], next_actions)])
         reward_N, terminated_N, left_N = figure_N3.to(q_N.device).T
         y_N = q_target(reward_N, next_q_N, terminated_N, left_N, args.gamma)
-    loss = nn.functional.huber_loss(q_N, y_N)  # E3: linear from an error of one point on
+    loss = nn.functional.huber_loss(q_N, y_N, delta=args.huber_delta)  # E3, D9
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
