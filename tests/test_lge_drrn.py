@@ -168,10 +168,25 @@ def test_e2_e3_are_the_naive_loops():
     assert 5 < (next_q > left).sum() < 45
     assert torch.allclose(q_target(reward, next_q, ended, left, 0.9), torch.tensor(y, dtype=torch.float64))
     errors = [abs(a - b) for a, b in zip(q.tolist(), y, strict=True)]
-    loss = sum(e * e / 2 if e < 1 else e - 0.5 for e in errors) / 50
     y = torch.tensor(y, dtype=torch.float64)
-    assert huber_loss(q, y).item() == pytest.approx(loss, rel=1e-12)
-    assert huber_loss(q, y).item() == pytest.approx(nn.functional.smooth_l1_loss(q, y).item(), rel=1e-12)
+    for delta in (1.0, 4.0):  # D9
+        loss = sum(e * e / 2 if e < delta else delta * (e - delta / 2) for e in errors) / 50
+        assert huber_loss(q, y, delta=delta).item() == pytest.approx(loss, rel=1e-12)
+    theirs = nn.functional.smooth_l1_loss(q, y).item()  # of the authors' code
+    assert huber_loss(q, y, delta=1.0).item() == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize("delta, value", [(1.0, 60), (100.0, -4)])
+def test_d9_a_wide_parabola_fits_the_mean_and_a_narrow_one_the_median(delta, value):
+    """An action that brings 60 or, in two cases of five, -100: its median is 60, its mean -4."""
+    y = torch.tensor([60.0] * 60 + [-100.0] * 40, dtype=torch.float64)
+    q = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([q], lr=1.0)
+    for _ in range(400):
+        optimizer.zero_grad()
+        huber_loss(q.expand(100), y, delta=delta).backward()
+        optimizer.step()
+    assert q.item() == pytest.approx(value, abs=2)
 
 
 def test_e4_samples_the_softmax():
@@ -210,12 +225,13 @@ def test_e5_keeps_the_nearest_and_what_is_kept_in_any_case():
         assert prune(cosine, kept, k).tolist() == sorted({*best, *np.flatnonzero(kept).tolist()})
 
 
-def test_learning_from_a_batch_is_the_naive_descent(texts):
+@pytest.mark.parametrize("delta", [1.0, 20.0])
+def test_learning_from_a_batch_is_the_naive_descent(texts, delta):
     """The same loss and gradient: texts encoded once as if encoded for each transition apart (E1, E2, E3)."""
     torch.manual_seed(1)
     network, args = (
         DRRN(texts.tokenizer.get_vocab_size(), 6, True).double(),
-        Args(max_grad_norm=1e9, gamma=0.7),
+        Args(max_grad_norm=1e9, gamma=0.7, huber_delta=delta),
     )
     other = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double()
     other.load_state_dict(network.state_dict())
@@ -232,7 +248,7 @@ def test_learning_from_a_batch_is_the_naive_descent(texts):
         with torch.no_grad():
             best = min(left, max(naive_q(other, texts, row[4:], a).item() for a in actions))
         error = (naive_q(other, texts, row[:3], row[3]) - (reward + 0.7 * (1 - ended) * best)).abs()
-        loss = loss + (error**2 / 2 if error < 1 else error - 0.5) / 3
+        loss = loss + (error**2 / 2 if error < delta else delta * (error - delta / 2)) / 3  # D9
     loss.backward()
     assert metrics["explorer/loss"] == pytest.approx(loss.item(), abs=1e-6)
     for (name, mine), theirs in zip(network.named_parameters(), other.parameters(), strict=True):
