@@ -80,6 +80,7 @@ VARIATIONS = {
 TASKS = tuple(VARIATIONS)
 SPLITS = ("train", "dev", "test")
 NOT_UNDERSTOOD = "No known action matches"  # how the simulator begins a refusal, which takes no time
+REPLY_CHARS = 4_000  # of a reply; one to an ambiguous action lists all it can mean, a thousand lines and more
 
 
 def variations(task: str, split: str) -> range:
@@ -244,7 +245,7 @@ class ScienceWorld(gymnasium.Env):
     `step` returns the last observation as truncated, with info["died"], and the next reset starts another.
 
     An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what
-    remains.
+    remains. A reply is cut to REPLY_CHARS.
     """
 
     id = "scienceworld"
@@ -328,6 +329,7 @@ class ScienceWorld(gymnasium.Env):
             text = self.simulator.call("step", action.encode("utf-8", "replace").decode("utf-8"))
             self.score = self.read_score()
             terminated = bool(self.simulator.call("getCompleted")) or self.score < 0
+            text = text[:REPLY_CHARS]
             # A refusal changes nothing, and to list the valid actions is half of the simulator's work.
             is_refusal = text.startswith(NOT_UNDERSTOOD)
             shown = self.info | {"observation": text, "score": self.score}
