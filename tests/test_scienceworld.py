@@ -319,6 +319,19 @@ def test_worlds_side_by_side_are_worlds_alone(world):
         world.choose("train")
 
 
+def test_a_reply_that_lists_a_thousand_meanings_is_cut(world, monkeypatch):
+    """The simulator asks back with all of them: one such reply had 120,673 characters."""
+    world.reset(options={"index": 0})
+    call, asked = (
+        world.simulator.call,
+        "Ambiguous request: Please enter the number for the action you intended:\n",
+    )
+    asked += "".join(f"{i}:\tconnect terminal 1 (in cup, in inventory) to anode\n" for i in range(3000))
+    monkeypatch.setattr(world.simulator, "call", lambda name, *a: asked if name == "step" else call(name, *a))
+    observation, *_, info = world.step("connect terminal 1 to anode")
+    assert info["observation"] == asked[:4000] and world.observation_space.contains(observation)
+
+
 def test_a_refusal_changes_nothing_and_nothing_is_listed_anew(world, monkeypatch):
     _, before = world.reset(options={"index": 0})
     listed, strings = [], world.simulator.strings
