@@ -322,11 +322,8 @@ def test_worlds_side_by_side_are_worlds_alone(world):
 def test_a_reply_that_lists_a_thousand_meanings_is_cut(world, monkeypatch):
     """The simulator asks back with all of them: one such reply had 120,673 characters."""
     world.reset(options={"index": 0})
-    call, asked = (
-        world.simulator.call,
-        "Ambiguous request: Please enter the number for the action you intended:\n",
-    )
-    asked += "".join(f"{i}:\tconnect terminal 1 (in cup, in inventory) to anode\n" for i in range(3000))
+    call, meanings = world.simulator.call, [f"{i}: connect terminal 1 in cup to anode" for i in range(3000)]
+    asked = "\n".join(["Ambiguous request: Please enter the number", *meanings])
     monkeypatch.setattr(world.simulator, "call", lambda name, *a: asked if name == "step" else call(name, *a))
     observation, *_, info = world.step("connect terminal 1 to anode")
     assert info["observation"] == asked[:4000] and world.observation_space.contains(observation)
