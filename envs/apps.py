@@ -55,11 +55,13 @@ from envs.sandbox import Finished, Refused
 
 DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in DATA["words"].items()}
-DEVICES = {
-    who: {part: DATA["device"][who][part].split() for part in ("kinds", "names")}
-    for who in ("known", "challenge")
+FAMILIES = DATA["family"]  # of apps whose names, calls and parameters are drawn for each task, from these:
+DRAWN = {
+    group: {"name": DATA["names"][group].split()} | {app: FAMILIES[app][group].split() for app in FAMILIES}
+    for group in ("known", "challenge")
 }
-WORDS["words"] += [word for parts in DEVICES.values() for words in parts.values() for word in words]
+SHOPS = {shop for lists in DRAWN.values() for shop in lists["shop"]}
+WORDS["words"] += [word for lists in DRAWN.values() for words in lists.values() for word in words]
 TYPES = {"int": int, "str": str, "any": object}
 MAX_TEXT = 300  # characters of a text that a call takes
 NUMBERS = range(10, 100)  # ids and most other numbers: few enough for a small model to know each of them
@@ -101,7 +103,7 @@ def make_call(name: str, parameters: str, about: str, sql: str | list[str]) -> C
 
 
 def make_calls() -> dict[str, Call]:
-    """The calls of all tasks, by name; those of devices differ from task to task."""
+    """The calls of all tasks, by name; those of devices and shops differ from task to task."""
     rows = {f"{app}.{name}": row for app, calls in DATA["apps"].items() for name, row in calls.items()}
     password = "select app, password from password where app = :app"
     rows["supervisor.show_password"] = ["app: str", "shows the password of an app", password]
@@ -116,24 +118,29 @@ def make_calls() -> dict[str, Call]:
 CALLS = make_calls()
 
 
-def draw_names(names: list[str], rng: random.Random) -> dict[str, str]:
-    """What the maker of a device calls its two calls and their parameters."""
-    return dict(zip(("find", "set", "where", "device", "level"), rng.sample(names, 5), strict=True))
+def draw_names(family: str, names: list[str], rng: random.Random) -> dict[str, str]:
+    """What the maker of an app calls its calls and their parameters."""
+    calls = FAMILIES[family]["calls"]
+    parts = [*calls, *(part for row in calls.values() for part in re.findall(r"\w+(?=: )", row[0]))]
+    return dict(zip(dict.fromkeys(parts), rng.sample(names, len(set(parts))), strict=True))
 
 
-def device_calls(kind: str, names: dict[str, str]) -> dict[str, Call]:
-    """The calls of a device.
+def drawn_calls(family: str, app: str, names: dict[str, str]) -> dict[str, Call]:
+    """The calls of a device or shop.
 
     >>> names = {"find": "seek", "where": "place", "set": "turn", "device": "number", "level": "to"}
-    >>> [call.doc for call in device_calls("lamp", names).values()]
+    >>> [call.doc for call in drawn_calls("device", "lamp", names).values()]
     ['finds the lamp in a room: apis.lamp.seek(place)', 'sets the lamp: apis.lamp.turn(number, to)']
     """
     calls = {}
-    for role in ("find", "set"):
-        parameters, about, sql = (text.format(kind=kind) for text in DATA["device"][role])
+    for role, (parameters, about, sql) in FAMILIES[family]["calls"].items():
         parameters = re.sub(r"\w+(?=: )", lambda match: names[match[0]], parameters)
-        sql = re.sub(r"(?<=:)\w+", lambda match: names[match[0]], sql)
-        calls[f"{kind}.{names[role]}"] = make_call(f"{kind}.{names[role]}", parameters, about, sql)
+        statements = [
+            re.sub(r"(?<=:)\w+", lambda match: names[match[0]], statement).format(app=app)
+            for statement in ([sql] if isinstance(sql, str) else sql)
+        ]
+        name = f"{app}.{names[role]}"
+        calls[name] = make_call(name, parameters, about.format(app=app), statements)
     return dict(sorted(calls.items()))
 
 
@@ -157,8 +164,8 @@ def empty_database() -> bytes:
     return db.serialize()
 
 
-def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> None:
-    """Fills an empty database with invented people and things; `kinds` are the devices that there are."""
+def populate(db: sqlite3.Connection, rng: random.Random, devices: list[str]) -> None:
+    """Fills an empty database with invented people and things; `devices` are the kinds that there are."""
     ids = {table: iter(rng.sample(NUMBERS, 20)) for table in DATA["tables"]}
     numbers = iter(rng.sample(NUMBERS, 10))  # phone numbers and passwords
 
@@ -196,7 +203,7 @@ def populate(db: sqlite3.Connection, rng: random.Random, kinds: list[str]) -> No
         add("transfer", name=rng.choice(names[:3]), amount=rng.randrange(1, 20))
     for name in rng.sample(names, 4):
         add("request", name=name, amount=rng.randrange(1, 10), state=rng.choice(["open", "denied"]))
-    for kind in rng.sample(kinds, min(6, len(kinds))):
+    for kind in rng.sample(devices, min(6, len(devices))):
         for room, level in zip(some("room", 3), rng.sample(range(10), 3), strict=True):
             add("device", kind=kind, room=room, level=level)
     for product in some("product", 4):
@@ -266,9 +273,7 @@ class Task(NamedTuple):
 def tasks_of(split: str) -> list[tuple[Scenario, int, int]]:
     """All tasks of a split: kind of scenario, number of the scenario in its kind, variant."""
     kinds = [scenario for scenario in SCENARIOS if scenario.challenge == (split == "test-challenge")]
-    counts = [
-        SPLITS[split] * (READING if kind.apps == "{kind}" and split == "train" else 1) for kind in kinds
-    ]
+    counts = [SPLITS[split] * (READING if "{" in kind.apps and split == "train" else 1) for kind in kinds]
     return [
         (kind, n, v)
         for kind, N in zip(kinds, counts, strict=True)
@@ -283,18 +288,19 @@ def make_task(split: str, index: int) -> Task:
     scenario, number, variant = tasks_of(split)[index]
     id = f"{scenario.name}.{split}{number}_{variant}"
     rng = random.Random(id)
-    devices = DEVICES["challenge" if scenario.challenge else "known"]
+    drawn = DRAWN["challenge" if scenario.challenge else "known"]
     # until there is something to do: nobody may have written two mails, or a note says it already
     for _ in range(100):
         db = open_database(empty_database())
-        populate(db, rng, devices["kinds"])
+        populate(db, rng, drawn["device"])
         people = {name for (name,) in db.execute("select name from contact")}
         values = {
             "me": rng.choice([name for name in WORDS["name"] if name not in people]),
             "today": FRESH["day"](rng),
         }
         for name, kind in scenario.fresh.items():
-            values[name] = rng.choice(WORDS[kind]) if kind in WORDS else FRESH[kind](rng)
+            words = WORDS | drawn
+            values[name] = rng.choice(words[kind]) if kind in words else FRESH[kind](rng)
         rows = rows_of(db.execute(scenario.draw))
         if not rows:
             continue
@@ -311,10 +317,12 @@ def make_task(split: str, index: int) -> Task:
 
     # Its apps, and one that it does not need.
     apps = scenario.apps.format(**values).split()
-    named = (
-        device_calls(values["kind"], draw_names(devices["names"], rng)) if scenario.apps == "{kind}" else {}
-    )
-    apps.append(rng.choice([app for app in DATA["apps"] if app not in apps and app not in DATA["challenge"]]))
+    named = {}
+    for family in FAMILIES:
+        if f"{{{family}}}" in scenario.apps:
+            names = draw_names(family, drawn["name"], rng)
+            named |= drawn_calls(family, values[family], names)
+    apps.append(rng.choice([app for app in DATA["apps"] if app not in apps]))
     offered = ["api_docs", "supervisor", *sorted(apps)]
     calls = {name: call for name, call in (CALLS | named).items() if name.split(".")[0] in offered}
     names = {app: [name.split(".")[1] for name in calls if name.startswith(f"{app}.")] for app in offered}
@@ -623,9 +631,11 @@ def pattern(sentence: str) -> re.Pattern:
 def read_prompt(prompt: str) -> tuple[Scenario, dict]:
     """The scenario of a prompt and what fills its blanks."""
     head = re.match(r"Supervisor: (?P<me>\w+)\. Today is day (?P<today>\d+)\.\nTask: (.*)\n", prompt)
+    offered = re.findall(r"^(\w+): ", prompt, re.MULTILINE)
+    shop = next((app for app in offered if app in SHOPS), "")
     for scenario in SCENARIOS:
         if match := pattern(scenario.sentence).fullmatch(head[3]):
-            found = head.groupdict() | match.groupdict()
+            found = head.groupdict() | match.groupdict() | {"shop": shop}
             values = {name: int(text) if text.isdigit() else text for name, text in found.items()}
             needed = inspect.signature(scenario.solve).parameters
             return scenario, {name: value for name, value in values.items() if name in needed}
@@ -719,12 +729,14 @@ def assumption(code: str, observation: str, rng: random.Random) -> object:
         return Guess(rng.choice(NUMBERS))
     app = re.search(r"'(\w+)'", code)[1]
     names = re.search(rf"^{app}: (.*)$", observation, re.MULTILINE)[1].split()
-    words = draw_names(DEVICES["known"]["names"], rng)
     rng.shuffle(names)
-    return [
-        f"finds: apis.{app}.{names[0]}({words['where']})",
-        f"sets: apis.{app}.{names[-1]}({words['device']}, {words['level']})",
-    ]
+    family = "shop" if app in SHOPS else "device"
+    words = draw_names(family, DRAWN["known"]["name"], rng)
+    docs = []
+    for name, (parameters, about, _) in zip(names, FAMILIES[family]["calls"].values(), strict=True):
+        given = ", ".join(words[part] for part in re.findall(r"\w+(?=: )", parameters))
+        docs.append(f"{about.split()[0]}: apis.{app}.{name}({given})")
+    return docs
 
 
 def confuse(code: str, observation: str, rng: random.Random) -> str:

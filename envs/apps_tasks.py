@@ -12,10 +12,10 @@ and how an expert goes about it.
         yield f"apis.mail.delete(id={mails[0]['id']})"
 
 A question has `answer`, a select, in the place of `changes`, and its solution returns what it has found.
-`fresh` fills the sentence with what is not in the database: a word of a list of envs/apps.toml, or "phone",
-"amount", "day", "hour" or "level". `me` and `today` are known to every statement and solution that names
-them. To add a scenario, write another one here; tests/test_apps.py says if it is ambiguous or its solution
-wrong.
+`fresh` fills the sentence with what is not in the database: a word of a list of envs/apps.toml, "phone",
+"amount", "day", "hour" or "level", or "shop", which of the apps is the shop. `me` and `today` are known to
+every statement and solution that names them. To add a scenario, write another one here; tests/test_apps.py
+says if it is ambiguous or its solution wrong.
 """
 
 import re
@@ -557,121 +557,137 @@ def read_docs(app: str) -> Generator:
     return {match[1]: (match[2], match[3].split(", ")) for match in found if match}
 
 
-def device_level(kind, room):
-    docs = yield from read_docs(kind)
+def device_level(device, room):
+    docs = yield from read_docs(device)
     call, (where,) = docs["finds"]
     devices = yield f"{call}({where}={room!r})"
     return devices[0]["level"]
 
 
-def device_set(kind, room, level):
-    docs = yield from read_docs(kind)
+def device_set(device, room, level):
+    docs = yield from read_docs(device)
     call, (where,) = docs["finds"]
     devices = yield f"{call}({where}={room!r})"
-    call, (device, value) = docs["sets"]
-    yield f"{call}({device}={devices[0]['id']}, {value}={level})"
+    call, (item, value) = docs["sets"]
+    yield f"{call}({item}={devices[0]['id']}, {value}={level})"
 
 
-def device_copy(kind, room, other):
-    docs = yield from read_docs(kind)
+def device_copy(device, room, other):
+    docs = yield from read_docs(device)
     call, (where,) = docs["finds"]
     models = yield f"{call}({where}={other!r})"
     devices = yield f"{call}({where}={room!r})"
-    call, (device, value) = docs["sets"]
-    yield f"{call}({device}={devices[0]['id']}, {value}={models[0]['level']})"
+    call, (item, value) = docs["sets"]
+    yield f"{call}({item}={devices[0]['id']}, {value}={models[0]['level']})"
 
 
 for challenge in (False, True):
     suffix = "-new" * challenge
     scenario(
-        f"device-level{suffix}", 2, "{kind}", "What is the level of the {kind} in the {room}?",
-        draw="select kind, room from device",
-        answer="select level from device where kind = :kind and room = :room", challenge=challenge,
+        f"device-level{suffix}", 2, "{device}", "What is the level of the {device} in the {room}?",
+        draw="select kind as device, room from device",
+        answer="select level from device where kind = :device and room = :room", challenge=challenge,
     )(device_level)  # fmt: skip
     scenario(
-        f"device-set{suffix}", 2, "{kind}", "Set the {kind} in the {room} to {level}.",
-        draw="select kind, room from device", fresh={"level": "level"},
-        changes="update device set level = :level where kind = :kind and room = :room", challenge=challenge,
+        f"device-set{suffix}", 2, "{device}", "Set the {device} in the {room} to {level}.",
+        draw="select kind as device, room from device", fresh={"level": "level"},
+        changes="update device set level = :level where kind = :device and room = :room", challenge=challenge,
     )(device_set)  # fmt: skip
     scenario(
-        f"device-copy{suffix}", 3, "{kind}",
-        "Set the {kind} in the {room} to the level of the one in the {other}.",
-        draw="select kind, a.room, b.room as other from device a join device b using (kind) where a.level "
-        "!= b.level",
-        changes="update device set level = (select level from device where kind = :kind and room = :other) "
-                "where kind = :kind and room = :room", challenge=challenge,
+        f"device-copy{suffix}", 3, "{device}",
+        "Set the {device} in the {room} to the level of the one in the {other}.",
+        draw="select kind as device, a.room, b.room as other from device a join device b using (kind) "
+        "where a.level != b.level",
+        changes="update device set level = (select level from device where kind = :device and room = :other) "
+                "where kind = :device and room = :room", challenge=challenge,
     )(device_copy)  # fmt: skip
 
 
-# ------------------------------------------------------------- shop, an app that training does not know
+# ------------------------------------------- shops, whose name is not in the sentence but among the apps
 
 
-@scenario(
-    "shop-price", 2, "shop", "What is the price of {product}?",
-    draw="select product from product", answer="select price from product where product = :product",
-    challenge=True,
-)  # fmt: skip
-def _(product):
-    yield from read_docs("shop")
-    products = yield f"apis.shop.search(product={product!r})"
+def shop_price(shop, product):
+    docs = yield from read_docs(shop)
+    call, (what,) = docs["finds"]
+    products = yield f"{call}({what}={product!r})"
     return products[0]["price"]
 
 
-@scenario(
-    "shop-stock", 2, "shop", "How many of {product} are in stock?",
-    draw="select product from product", answer="select stock from product where product = :product",
-    challenge=True,
-)  # fmt: skip
-def _(product):
-    yield from read_docs("shop")
-    products = yield f"apis.shop.search(product={product!r})"
+def shop_stock(shop, product):
+    docs = yield from read_docs(shop)
+    call, (what,) = docs["finds"]
+    products = yield f"{call}({what}={product!r})"
     return products[0]["stock"]
 
 
-@scenario(
-    "shop-buy", 2, "shop", "Buy {product}, {level} of it.",
-    draw="select product from product where stock > 9", fresh={"level": "level"},
-    changes=["update product set stock = stock - :level where product = :product",
-             "insert into purchase (product, count, state) values (:product, :level, 'open')"],
-             challenge=True,
-)  # fmt: skip
-def _(product, level):
-    yield from read_docs("shop")
-    products = yield f"apis.shop.search(product={product!r})"
-    yield f"apis.shop.buy(item={products[0]['id']}, count={level})"
+def shop_buy(shop, product, level):
+    docs = yield from read_docs(shop)
+    call, (what,) = docs["finds"]
+    products = yield f"{call}({what}={product!r})"
+    call, (item, count) = docs["buys"]
+    yield f"{call}({item}={products[0]['id']}, {count}={level})"
 
 
-@scenario(
-    "shop-change", 2, "shop", "Change the order of {product} to {level}.",
-    draw="select product from purchase where state = 'open'", fresh={"level": "level"},
-    changes="update purchase set count = :level where product = :product and state = 'open'", challenge=True,
-)  # fmt: skip
-def _(product, level):
-    yield from read_docs("shop")
-    orders = yield f"apis.shop.bought(product={product!r})"
-    yield f"apis.shop.change(order={orders[0]['id']}, count={level})"
+def shop_change(shop, product, level):
+    docs = yield from read_docs(shop)
+    call, (what,) = docs["lists"]
+    orders = yield f"{call}({what}={product!r})"
+    call, (order, count) = docs["changes"]
+    yield f"{call}({order}={orders[0]['id']}, {count}={level})"
 
 
-@scenario(
-    "shop-cancel", 2, "shop", "Cancel the order of {product}.",
-    draw="select product from purchase where state = 'open'",
-    changes="update purchase set state = 'canceled' where product = :product", challenge=True,
-)  # fmt: skip
-def _(product):
-    yield from read_docs("shop")
-    orders = yield f"apis.shop.bought(product={product!r})"
-    yield f"apis.shop.cancel(order={orders[0]['id']})"
+def shop_cancel(shop, product):
+    docs = yield from read_docs(shop)
+    call, (what,) = docs["lists"]
+    orders = yield f"{call}({what}={product!r})"
+    call, (order,) = docs["cancels"]
+    yield f"{call}({order}={orders[0]['id']})"
 
 
-@scenario(
-    "shop-text", 3, "phone shop", "Text {name} the state of the order of {product}.",
-    draw="select name, product from contact join purchase",
-    changes="insert into message (phone, words) "
-            "select phone, state from contact join purchase where name = :name and product = :product",
-    challenge=True,
-)  # fmt: skip
-def _(name, product):
-    yield from read_docs("shop")
-    orders = yield f"apis.shop.bought(product={product!r})"
+def shop_text(shop, name, product):
+    docs = yield from read_docs(shop)
+    call, (what,) = docs["lists"]
+    orders = yield f"{call}({what}={product!r})"
     contacts = yield f"apis.phone.find(name={name!r})"
     yield f"apis.phone.text(phone={contacts[0]['phone']}, words={orders[0]['state']!r})"
+
+
+for challenge in (False, True):
+    suffix = "-new" * challenge
+    scenario(
+        f"shop-price{suffix}", 2, "{shop}", "What is the price of {product}?",
+        draw="select product from product", fresh={"shop": "shop"},
+        answer="select price from product where product = :product", challenge=challenge,
+    )(shop_price)  # fmt: skip
+    scenario(
+        f"shop-buy{suffix}", 2, "{shop}", "Buy {product}, {level} of it.",
+        draw="select product from product where stock > 9", fresh={"shop": "shop", "level": "level"},
+        changes=["update product set stock = stock - :level where product = :product",
+                 "insert into purchase (product, count, state) values (:product, :level, 'open')"],
+        challenge=challenge,
+    )(shop_buy)  # fmt: skip
+    scenario(
+        f"shop-change{suffix}", 2, "{shop}", "Change the order of {product} to {level}.",
+        draw="select product from purchase where state = 'open'", fresh={"shop": "shop", "level": "level"},
+        changes="update purchase set count = :level where product = :product and state = 'open'",
+        challenge=challenge,
+    )(shop_change)  # fmt: skip
+    scenario(
+        f"shop-text{suffix}", 3, "phone {shop}", "Text {name} the state of the order of {product}.",
+        draw="select name, product from contact join purchase", fresh={"shop": "shop"},
+        changes="insert into message (phone, words) "
+                "select phone, state from contact join purchase where name = :name and product = :product",
+        challenge=challenge,
+    )(shop_text)  # fmt: skip
+
+# two sentences that training lacks
+scenario(
+    "shop-stock", 2, "{shop}", "How many of {product} are in stock?",
+    draw="select product from product", fresh={"shop": "shop"},
+    answer="select stock from product where product = :product", challenge=True,
+)(shop_stock)  # fmt: skip
+scenario(
+    "shop-cancel", 2, "{shop}", "Cancel the order of {product}.",
+    draw="select product from purchase where state = 'open'", fresh={"shop": "shop"},
+    changes="update purchase set state = 'canceled' where product = :product", challenge=True,
+)(shop_cancel)  # fmt: skip

@@ -21,7 +21,7 @@ from envs import apps, sandbox
 from envs.apps import (
     CALLS,
     DATA,
-    DEVICES,
+    DRAWN,
     SPLITS,
     Apps,
     difference,
@@ -189,24 +189,37 @@ def test_the_default_demonstrations_have_all_words_of_the_challenge(solved):
     assert new - seen == set()
 
 
-def test_calls_of_devices_are_known_from_their_documentation_alone():
+@pytest.mark.parametrize(("family", "takes"), [("device", [1, 2]), ("shop", [1, 1, 1, 2, 2])])
+def test_drawn_calls_are_known_from_their_documentation_alone(family, takes):
     docs, used = defaultdict(set), defaultdict(set)
     for index, (scenario, number, _) in enumerate(tasks_of("train")):
-        if scenario.apps == "{kind}" and number < 40:
-            made = {name: call for name, call in make_task("train", index).calls.items() if name not in CALLS}
-            find, set_ = sorted(made.values(), key=lambda call: call.about)
-            for call, n in (find, 1), (set_, 2):
-                kind, name = call.name.split(".")
-                assert len(call.parameters) == n, "a name for each"
-                docs[kind].add(call.doc)
-                used[name].add(call.about.split()[0])
+        if f"{{{family}}}" in scenario.apps and number < 40:
+            made = [call for name, call in make_task("train", index).calls.items() if name not in CALLS]
+            assert sorted(len(call.parameters) for call in made) == takes, "a name for each"
+            for call in made:
+                app, name = call.name.split(".")
+                docs[app].add(call.doc)
+                used[name].add(call.about)
                 for parameter in call.parameters:
                     used[parameter].add("takes")
     assert len(docs) > 50 and statistics.fmean(map(len, docs.values())) > 8, "others in another task"
     assert statistics.fmean(len(uses) for uses in used.values()) > 2.5, "a name does not say what it is for"
-    new, old = ({w for words in DEVICES[who].values() for w in words} for who in ("challenge", "known"))
-    assert not new & old
+
+
+def test_what_is_drawn_for_the_challenge_is_drawn_nowhere_else():
+    new, old = ({word for words in DRAWN[who].values() for word in words} for who in ("challenge", "known"))
+    assert not new & (old | set(DATA["apps"]))
     assert all(word.isidentifier() and not keyword.iskeyword(word) for word in new | old)
+    apps_of = [family for group in DRAWN.values() for name, family in group.items() if name != "name"]
+    assert len({app for family in apps_of for app in family}) == sum(map(len, apps_of)), "of one family each"
+
+
+def test_a_shop_is_not_named_by_its_task():
+    for index, (scenario, _, _) in enumerate(tasks_of("test-challenge")):
+        if "{shop}" in scenario.apps:
+            values = read_prompt(make_task("test-challenge", index).prompt)[1]
+            sentence = make_task("test-challenge", index).prompt.splitlines()[1]
+            assert values["shop"] in DRAWN["challenge"]["shop"] and values["shop"] not in sentence
 
 
 def test_documentation_names_what_a_call_takes():
@@ -595,14 +608,14 @@ def test_the_stricter_sandbox_solves_the_same_tasks():
         world = envs.make("apps", split=split, sandbox="monty")
         failed = [i for i in range(world.num_tasks) if play(world, i, apps.expert)["return"] != 1.0]
         assert failed == []
-    world.reset(options={"index": index_of("shop-buy", "test-challenge")})
+    world.reset(options={"index": index_of("shop-text-new", "test-challenge")})
     for code, output in [
         ("x = 3", ""), ("x + 1", " 4"), ("print(x)", " 3"), ("import socket", "Error"),
         ("open('/etc')", "Error"),
         ("while True: pass", "TimeoutError"), ("'x' * 10 ** 10", "MemoryError"), ("(", "SyntaxError"),
-        ("apis.shop.search(item='tea')", "has no parameter item"), ("apis.shop.nothing()", "AttributeError"),
-        ("apis.shop.search('tea')", "keyword arguments only"),
-        ("apis.shop.search(product={1})", "must be str"),
+        ("apis.phone.find(item='tea')", "has no parameter item"), ("apis.phone.nothing()", "AttributeError"),
+        ("apis.phone.find('tea')", "keyword arguments only"),
+        ("apis.phone.find(name={1})", "must be str"),
         ("x", " 3"), ("x = [0]\nfor i in range(40):\n    x = [x, x]\nx", " [[["),
         ("class A:\n    y = 1\nA()", " <A>"),
         ("import time\nfor i in range(3):\n    time.sleep(9)\n5", " 5"), ("'x' * 60_000_000", "Stopped"),
@@ -613,7 +626,7 @@ def test_the_stricter_sandbox_solves_the_same_tasks():
     shown = output_of(
         world,
         "try:\n    apis.supervisor.complete_task(answer=10**5000)\nexcept Exception:\n    "
-        "apis.shop.buy(item=1)",
+        "apis.phone.delete(id=1)",
     )
     assert "Task completed" in shown
     world.close()
