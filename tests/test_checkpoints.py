@@ -1,6 +1,7 @@
 """What holds for the ready-made models in checkpoints/, and for the programs that make and examine them."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import archer
 import checkpoints
 import envs
 import sft
+from envs import runs
 from envs.twenty_questions import candidates, parse
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +38,12 @@ def test_a_checkpoint_is_what_its_page_says(folder):
     assert envs.make(made["world"]).demonstration_env == folder.name
     page = (ROOT / "checkpoints/README.md").read_text(encoding="utf-8")
     assert page == checkpoints.readme(ROOT / "checkpoints")
+
+
+@pytest.mark.parametrize("world", checkpoints.COMMANDS)
+def test_sft_reads_the_command_of_a_checkpoint(world, monkeypatch):
+    monkeypatch.setattr(sys, "argv", shlex.split(checkpoints.COMMANDS[world])[1:])
+    assert runs.parse(sft.Args, sft.Args()).env == world
 
 
 @pytest.mark.slow
