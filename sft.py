@@ -71,7 +71,7 @@ class Args:
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
 
     # --- algorithm
-    reply_weight: float = 1.0  # in the loss, of a token of the replies (D3; 0: none); one of the agent's has 1
+    reply_weight: float = 1.0  # of a reply's token in the loss (D3; 0: none); one of the agent's has 1
     epochs: int = 3  # passes over the dialogues
     batch: int = 16  # dialogues in an update (paper, Table 3: 32)
     micro_batch: int = 0  # of these, how many are in memory at a time, activations being recomputed; 0: all
