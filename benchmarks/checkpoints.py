@@ -72,7 +72,7 @@ def make(world: str, out: Path, extra: str = "") -> Path:
         (run,) = Path(runs).iterdir()
         folder = out / envs.make(world).demonstration_env
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(run / "actor", folder)
+        shutil.copytree(run / "actor", folder, ignore=shutil.ignore_patterns("README.md"))
         options = {"dtype": torch.bfloat16, "trust_remote_code": False}
         halved = transformers.AutoModelForCausalLM.from_pretrained(run / "actor", **options)
         halved.save_pretrained(folder)

@@ -1,15 +1,15 @@
 """Apps: do small things for someone by writing Python that calls the simulated apps of this person.
 
     world = Apps(split="train")
-    observation, info = world.reset(options={"index": 96})
-    observation, reward, terminated, truncated, info = world.step("apis.mail.find(sender='Rosa')")
+    observation, info = world.reset(options={"index": 1445})
+    observation, reward, terminated, truncated, info = world.step("apis.mail.find(sender='Hugo')")
 
-    Supervisor: Nadia. Today is day 13.
-    Task: Star the newest mail from Rosa.
+    Supervisor: Viktor. Today is day 98.
+    Task: Star the newest mail from Hugo.
     Write Python: apis.api_docs.show_api_doc(name='app') explains an app, ...
 
-    apis.mail.find(sender='Rosa')
-    => [{'subject': 'dentist', 'day': 70, 'id': 305}, {'subject': 'budget', 'day': 31, 'id': 944}]
+    apis.mail.find(sender='Hugo')
+    => [{'subject': 'theatre', 'day': 39, 'id': 40}, {'subject': 'price', 'day': 21, 'id': 88}]
 
 It is made in the likeness of AppWorld (Trivedi et al. 2024, arXiv:2407.18901), on which LOOP was shown
 (arXiv:2502.01600), small enough for a model that is trained from nothing within minutes.

@@ -146,6 +146,18 @@ def test_prompts_and_solutions_are_short(solved):
             assert len(d["observations"][-1]) < 1500
 
 
+def test_the_examples_are_true():
+    (index,) = re.findall(r'"index": (\d+)', apps.__doc__)
+    (action,) = re.findall(r'world.step\("(.*)"\)', apps.__doc__)
+    world = Apps("train")
+    shown = world.reset(options={"index": int(index)})[0].splitlines()[:2]
+    shown += world.step(action)[0].splitlines()[-2:]
+    assert all(f"    {line}\n" in apps.__doc__ for line in shown)
+    page = (Path(__file__).parent.parent / "docs/worlds.md").read_text(encoding="utf-8")
+    (index,) = re.findall(r"envs\.play apps --index (\d+)", page)
+    assert play(world, int(index), apps.expert)["observations"][-1].strip() in page
+
+
 def test_a_scenario_that_asks_for_nothing_is_refused(monkeypatch):
     bad = SCENARIOS[0]._replace(name="bad", answer=None)
     monkeypatch.setattr(apps, "tasks_of", lambda split: [(bad, 0, 1)])
