@@ -119,7 +119,7 @@ CALLS = make_calls()
 
 
 def draw_names(family: str, names: list[str], rng: random.Random) -> dict[str, str]:
-    """What the maker of an app calls its calls and their parameters."""
+    """What the maker of an app calls its calls and their parameters, by what apps.toml calls them."""
     calls = FAMILIES[family]["calls"]
     parts = [*calls, *(part for row in calls.values() for part in re.findall(r"\w+(?=: )", row[0]))]
     return dict(zip(dict.fromkeys(parts), rng.sample(names, len(set(parts))), strict=True))
@@ -289,6 +289,7 @@ def make_task(split: str, index: int) -> Task:
     id = f"{scenario.name}.{split}{number}_{variant}"
     rng = random.Random(id)
     drawn = DRAWN["challenge" if scenario.challenge else "known"]
+    words = {"shop": drawn["shop"]} | WORDS
     # until there is something to do: nobody may have written two mails, or a note says it already
     for _ in range(100):
         db = open_database(empty_database())
@@ -299,7 +300,6 @@ def make_task(split: str, index: int) -> Task:
             "today": FRESH["day"](rng),
         }
         for name, kind in scenario.fresh.items():
-            words = WORDS | drawn
             values[name] = rng.choice(words[kind]) if kind in words else FRESH[kind](rng)
         rows = rows_of(db.execute(scenario.draw))
         if not rows:
@@ -320,8 +320,7 @@ def make_task(split: str, index: int) -> Task:
     named = {}
     for family in FAMILIES:
         if f"{{{family}}}" in scenario.apps:
-            names = draw_names(family, drawn["name"], rng)
-            named |= drawn_calls(family, values[family], names)
+            named |= drawn_calls(family, values[family], draw_names(family, drawn["name"], rng))
     apps.append(rng.choice([app for app in DATA["apps"] if app not in apps]))
     offered = ["api_docs", "supervisor", *sorted(apps)]
     calls = {name: call for name, call in (CALLS | named).items() if name.split(".")[0] in offered}
