@@ -175,7 +175,7 @@ def taught_model(dialogues: list[dict], width: int, epochs: int, folder: Path) -
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, max_position_embeddings=2048,
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
-        num_attention_heads=max(1, width // 32), tie_word_embeddings=True,
+        num_attention_heads=max(1, width // 32), tie_word_embeddings=True, initializer_range=0.1,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
