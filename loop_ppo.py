@@ -19,7 +19,7 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
   D1  A tiny Llama that learned from flawed solutions (--model), in the place of a 32B model that can code.
   D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
-  D4  E7 skips the rollouts that E2 skips (--min-advantage 0), of which the paper says nothing.
+  D4  E7, too, skips rollouts with a small |A| (--min-advantage 0), of which the paper says nothing.
 As in the paper's App. D, rollouts with |A| < 0.01 are left out, here before minibatches are formed.
 """
 

@@ -61,7 +61,9 @@ DRAWN = {
     for group in ("known", "challenge")
 }
 SHOPS = {shop for lists in DRAWN.values() for shop in lists["shop"]}
-WORDS["words"] += [word for lists in DRAWN.values() for words in lists.values() for word in words]
+for lists in DRAWN.values():
+    for drawn in lists.values():
+        WORDS["words"] += drawn
 TYPES = {"int": int, "str": str, "any": object}
 MAX_TEXT = 300  # characters of a text that a call takes
 NUMBERS = range(10, 100)  # ids and most other numbers: few enough for a small model to know each of them
@@ -135,12 +137,9 @@ def drawn_calls(family: str, app: str, names: dict[str, str]) -> dict[str, Call]
     calls = {}
     for role, (parameters, about, sql) in FAMILIES[family]["calls"].items():
         parameters = re.sub(r"\w+(?=: )", lambda match: names[match[0]], parameters)
-        statements = [
-            re.sub(r"(?<=:)\w+", lambda match: names[match[0]], statement).format(app=app)
-            for statement in ([sql] if isinstance(sql, str) else sql)
-        ]
-        name = f"{app}.{names[role]}"
-        calls[name] = make_call(name, parameters, about.format(app=app), statements)
+        call = make_call(f"{app}.{names[role]}", parameters, about.format(app=app), sql)
+        renamed = [re.sub(r"(?<=:)\w+", lambda match: names[match[0]], text) for text in call.sql]
+        calls[call.name] = call._replace(sql=[text.format(app=app) for text in renamed])
     return dict(sorted(calls.items()))
 
 
@@ -260,7 +259,7 @@ apis.supervisor.complete_task(answer=None) ends.
 class Task(NamedTuple):
     """A task, and what `Apps` needs to run and to grade it."""
 
-    id: str  # "mail-star.train5_2": the second variant of a scenario
+    id: str  # "mail-star.train5_2": its kind, the number of its scenario from 0, its variant from 1
     prompt: str
     calls: dict[str, Call]
     start: bytes  # the database
@@ -586,8 +585,8 @@ class Apps(gymnasium.Env):
         return {"scripted": scripted, "expert": expert, "random": random_player}
 
     def demonstrations(self, n: int, seed: int, careful: float = 0.25, **knobs) -> list[dict]:
-        """`n` dialogues about tasks of the split train: the share `careful` the expert's, the others of the
-        player `scripted`, whose knobs the rest are."""
+        """`n` dialogues about training tasks: a share `careful` by the expert, the others by `scripted`,
+        which gets the knobs."""
         world, player, rng = Apps(reward=self.reward), partial(scripted, **knobs), random.Random(seed)
         indices = sorted(rng.randrange(world.num_tasks) for _ in range(n))  # so that a task is made but once
         made = [
@@ -722,8 +721,8 @@ def scripted(
 
 
 def assumption(code: str, observation: str, rng: random.Random) -> object:
-    """What one might expect the code to print: for documentation the usual names,
-    else one number for everything."""
+    """What one might expect the code to print: for documentation the calls of the prompt in any order with
+    drawn parameters, else one number for everything."""
     if "show_api_doc" not in code:
         return Guess(rng.choice(NUMBERS))
     app = re.search(r"'(\w+)'", code)[1]

@@ -24,7 +24,10 @@ from typing import NamedTuple
 
 
 class Scenario(NamedTuple):
-    """What a family of tasks has in common; the fields are those of `scenario`."""
+    """A kind of task: a sentence with blanks, and how it is solved. The fields are those of `scenario`.
+
+    Three tasks that fill the blanks differently make one of the scenarios that envs/apps.py numbers.
+    """
 
     name: str
     difficulty: int

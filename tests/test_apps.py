@@ -299,9 +299,10 @@ def test_a_policy_that_reads_nothing_earns_little():
 
 @pytest.mark.slow
 def test_a_policy_that_reads_nothing_earns_little_in_training():
-    blind = fmean(chain(*blind_returns("train").values()))
-    print(f"a policy that reads nothing: {blind:.3f}")
-    assert blind < 0.2
+    returns = blind_returns("train")
+    blind, most = fmean(chain(*returns.values())), max(map(fmean, returns.values()))
+    print(f"a policy that reads nothing: {blind:.3f}, in a kind at most {most:.2f}")
+    assert blind < 0.2 and most < 0.6
 
 
 def test_each_test_of_a_task_can_fail():
@@ -466,43 +467,33 @@ def test_a_call_happens_whole_or_not_at_all():
 
 
 def test_every_call_can_be_made():
-    """The SQL of each: with the id of a row and words of the database it is no error."""
-    called = set()
+    """Each does something with some of the ids and texts of the database; a login has a test of its own."""
+    offered, made, rng = set(), set(), random.Random(0)
     for split in SPLITS:
         for index in range(0, len(tasks_of(split)), 3):
             world = Apps(split)
             world.reset(options={"index": index})
             world.logged_in = set(DATA["login"])
+            state = world.task.state
+            some = {int: [1, *(number for _, number in state)], str: [*DATA["login"]]}
+            some[str] += [value for row in state.values() for value in row if isinstance(value, str)]
             for name, call in world.task.calls.items():
-                if not call.sql or name in called:
+                if not call.sql or call.about in made or name.endswith(".login"):
                     continue
-                names = [w for words in DATA["words"].values() for w in words.split()]
-                ids = [key[1] for key in world.task.state]
-                for _ in range(3000):
-                    rng = random.Random(len(ids))
-                    values = {
-                        parameter: ids.pop()
-                        if kind is int and ids
-                        else rng.choice(names)
-                        if kind is str
-                        else 1
-                        for parameter, (kind, _) in call.parameters.items()
-                    }
+                offered.add(call.about)  # which names the device or shop, too
+                for _ in range(300):
+                    kinds = {parameter: kind for parameter, (kind, _) in call.parameters.items()}
+                    values = {parameter: rng.choice(some[kind]) for parameter, kind in kinds.items()}
                     try:
                         world.call(name, values)
                     except sandbox.Refused as refused:
-                        assert (
-                            "not found" in str(refused)
-                            or "constraint" in str(refused)
-                            or "password" in str(refused)
-                        )
-                        if not ids:
-                            break
+                        assert "not found" in str(refused) or "constraint" in str(refused)
                     else:
+                        made.add(call.about)
                         break
-                called.add(name)
             world.close()
-    assert {name for name, call in CALLS.items() if call.sql} <= called
+    fixed = {call.about for name, call in CALLS.items() if call.sql and not name.endswith(".login")}
+    assert fixed < offered == made
 
 
 # ------------------------------------------------------------------------------------- code and episodes
@@ -539,15 +530,17 @@ def test_broken_code_costs_a_turn_and_no_more(monkeypatch):
 
 
 def test_the_expected_answer_is_nowhere_in_the_process():
-    world = start("phone-number")
-    answer = str(world.task.answer)
+    world = start("phone-number", max_turns=20)
+    world.task = world.task._replace(answer="unmistakable")
     for code in (
         "vars()",
         "vars(apis)",
         "apis._ask.__globals__",
         "[c.cell_contents for c in apis._ask.__closure__]",
     ):
-        assert answer not in output_of(world, f"str({code})").replace("0x", "")
+        assert output_of(world, f"'unmistak' + 'able' in str({code})") == "\n=> False\n"
+    output_of(world, "planted = 'unmistak' + 'able'")
+    assert output_of(world, "'unmistak' + 'able' in str(vars())") == "\n=> True\n"
 
 
 def test_a_world_that_has_no_process_is_broken(monkeypatch):
