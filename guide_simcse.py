@@ -25,6 +25,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
 """
 
 import json
+import math
 import os
 import shutil
 import time
@@ -143,15 +144,15 @@ class Step:
     description: str
     actions: list[str]  # the valid ones
     relevant: np.ndarray  # of these, those that the path takes at any of its steps
-    gold: int  # which of them the path takes now
+    gold: int | None  # which of them the path takes now; None: one that is valid in other words only
 
 
 def read_steps(records, variations: int, steps: int) -> list[Step]:
     """Steps of the first variations of each task, `steps` of each path evenly spaced (D5), 0 for all.
 
     A record is {task, variation, desc, gold, vocab, steps: [{gold, add, rem}]}: the valid actions of a step
-    are those of the step before, with some added and removed, as indices into vocab. A gold action in other
-    words than the valid ones ("open door to hallway") stands among them all the same.
+    are those of the step before, with some added and removed, as indices into vocab. States in which no
+    action of the path is valid are left out: nothing is relevant there.
     """
     found, seen = [], Counter()
     for record in records:
@@ -163,12 +164,13 @@ def read_steps(records, variations: int, steps: int) -> list[Step]:
         for i, step in enumerate(record["steps"]):
             valid = (valid | set(step["add"])) - set(step["rem"])
             if i in wanted:
-                ids = sorted(valid | {step["gold"]})
+                ids = sorted(valid)
                 actions = [record["vocab"][j] for j in ids]
-                relevant = np.array([action in path for action in actions])
+                relevant = np.array([action in path for action in actions], bool)
+                gold = ids.index(step["gold"]) if step["gold"] in valid else None
                 desc = record["desc"].removeprefix("Task Description:\n").strip()
-                found.append(Step(record["task"], desc, actions, relevant, ids.index(step["gold"])))
-    return found
+                found.append(Step(record["task"], desc, actions, relevant, gold))
+    return [step for step in found if step.relevant.any()]
 
 
 def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
@@ -218,8 +220,8 @@ def count_negatives(count_A: torch.Tensor, gold_P: torch.Tensor, is_gold_PA: tor
     return count_A - nn.functional.one_hot(gold_P, len(count_A))
 
 
-def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int) -> dict[str, float]:
-    """E2 to E4 of one state. Equal scores rank as they come; in E3 they are one, as in scikit-learn.
+def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int | None) -> dict[str, float]:
+    """E2 to E4 of one state; nan in E4 without a gold action. Equal scores rank as they come, in E3 as one.
 
     >>> metrics = ranking_metrics(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]), 2)
     >>> metrics["map"], metrics["gar"], metrics["rsr10"]
@@ -229,7 +231,7 @@ def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int) -
     hits_A, below_A = is_relevant_A[order_A], -score_A[order_A]
     as_good_A = np.searchsorted(below_A, below_A, side="right")  # how many score at least as much
     precision_A = hits_A.cumsum()[as_good_A - 1] / as_good_A
-    rank = int(np.flatnonzero(order_A == gold)[0]) + 1
+    rank = math.nan if gold is None else int(np.flatnonzero(order_A == gold)[0]) + 1
     metrics = {f"rsr{k}": float(hits_A[:k].sum() / hits_A.sum()) for k in (50, 20, 10)}  # E2
     metrics["map"] = float(precision_A[hits_A].mean())  # E3
     return metrics | {"gar": rank, "gar_percent": 100 * rank / len(score_A), "garr": 1 / rank}  # E4
@@ -382,7 +384,8 @@ def baselines(steps: list[Step], records: list[dict], seed: int) -> dict[str, di
     for step in steps:
         known = {"random": {}, "G_g": everywhere, "G_tau": dict(uses[step.task].most_common(50))}
         lot = rng.permutation(len(step.actions))
-        actions, place = [step.actions[i] for i in lot], int(lot.argsort()[step.gold])
+        actions = [step.actions[i] for i in lot]
+        place = None if step.gold is None else int(lot.argsort()[step.gold])
         drawn.append(replace(step, actions=actions, relevant=step.relevant[lot], gold=place))
         for name, rows in scores.items():
             rows.append(np.array([action in known[name] for action in actions], float))
