@@ -119,4 +119,4 @@ def test_the_curves_are_means_over_the_seeds(tmp_path, monkeypatch):
     assert list(drawn) == [f"{title}, %" for title in loop_table.CURVES.values()]
     for rows in drawn.values():
         assert rows["LOOP (token)"] == [(1, 0.0), (2, 150.0)]
-        assert rows["RLOO, as many steps"] == [(0.25, 0.0), (0.5, 150.0)]
+        assert rows["RLOO, as many steps"] == [(0.375, 0.0), (0.75, 150.0)]
