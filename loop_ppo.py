@@ -20,7 +20,10 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
   D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
   D4  E7, too, skips rollouts with a small |A| (--min-advantage 0), of which the paper says nothing.
-As in the paper's App. D, rollouts with |A| < 0.01 are left out, here before minibatches are formed.
+  D5  E6 divides by the sample deviation; the release divides E1 by that of the population.
+  D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
+  D7  AppWorld's prompt has no worked example, as the paper's has: contexts are shorter.
+Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 """
 
 import json
@@ -54,7 +57,7 @@ class Args:
     env: str = "apps"  # the world: an id of `python -m envs` or your own (docs/your_world.md); append-only
     world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
     seed: int = 1  # of everything random in the run; 0 or more
-    iterations: int = 120  # rounds of rollouts and updates (release: 200); 0: only evaluates
+    iterations: int = 120  # rounds of rollouts and updates (D6; release: 200); 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
@@ -152,7 +155,7 @@ def leave_one_out(return_K: torch.Tensor) -> torch.Tensor:
 
 def normalised(return_K: torch.Tensor) -> torch.Tensor:
     """E6: returns minus their mean, over their standard deviation [K]; 0 where all are the same."""
-    return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6
+    return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
 
 
 def ratios(logp_M: torch.Tensor, old_logp_M: torch.Tensor, lengths: list[int], level: str) -> torch.Tensor:

@@ -35,6 +35,36 @@ def test_parameters(model):
     assert model.parameters == pytest.approx(real, rel=0.01 if model is SMALL else 0.001)
 
 
+TINY = Model(layers=1, hidden=4, heads=2, kv_heads=1, inner=8, vocabulary=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "rollouts", "updates"),
+    [
+        # 224 parameters of 16 bytes; keys and values 5/4 x 96, then twice 96; 48 and 864 of a layer; logits
+        (TINY, Args(2, 3, lora_rank=0, logit_chunk=1), (3584 + 120 + 192) / GB, (3584 + 48 + 864 + 120) / GB),
+        # GB: weights, adapters; cache, expanded layer; inputs, within a layer, converted, logits
+        (
+            MODELS["Qwen2.5-7B"],
+            Args(),
+            15.230566 + 0.645923 + 13.762560 + 2.752512,
+            15.230566 + 0.645923 + 6.422528 + 7.143424 + 3.506176 + 7.474250,
+        ),
+        (
+            MODELS["Qwen2.5-32B"],
+            Args(),
+            65.525514 + 2.147484 + 62.914560 + 3.932160,
+            65.525514 + 2.147484 + 20.971520 + 10.354688 + 5.046272 + 7.474250,
+        ),
+    ],
+    ids=["tiny", "7B", "32B"],
+)
+def test_the_sums_by_hand(model, args, rollouts, updates):
+    told = memory(model, args)
+    assert told["rollouts"] == pytest.approx(rollouts, rel=1e-6)
+    assert told["updates"] == pytest.approx(updates, rel=1e-6)
+
+
 def test_the_cache_is_that_of_the_script():
     model, tokens = llama(SMALL).eval(), 50
     batch = [loop_ppo.Trajectory(0, ids=list(range(n))) for n in (tokens, tokens, tokens)]
