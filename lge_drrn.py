@@ -23,6 +23,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a fortieth of its steps.
   D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
   D9  The Huber loss is squared up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
+  D10 The state has the task, as in the authors' code: all variations of a task share one network.
 """
 
 import copy
@@ -86,7 +87,7 @@ class Args:
     batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
     lr: float = 1e-3  # of Adam, at the start (D7; paper: 1e-4)
     lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
-    huber_delta: float = 100.0  # error in points from which E3 is linear (D9; authors: 1)
+    huber_delta: float = 100.0  # error in points from which E3 is linear (D9; paper: 1)
     bound_targets: bool = True  # no value above the points that are still to be had (D8)
     gamma: float = 0.9  # discount (authors' default: 0.9)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
@@ -133,7 +134,7 @@ class View(NamedTuple):
 
 
 def view(info: dict, texts: Texts) -> View:
-    """The task stands before the observation, as in the authors' code: the state must say what is wanted."""
+    """The task stands before the observation: the state must say what is wanted (D10)."""
     fields = (f"{info['task']} OBSERVATION {info['observation']}", info["look"], info["inventory"])
     valid = np.array([texts.add(action) for action in info["valid"]], np.int32)
     return View(tuple(map(texts.add, fields)), texts.add(info["task"]), valid)

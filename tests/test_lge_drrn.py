@@ -544,7 +544,7 @@ def test_a_world_that_does_not_start_again_is_one_line(house, tmp_path, monkeypa
 
 @pytest.mark.parametrize("explorer", ["drrn", "random"])
 def test_what_main_hands_to_training_and_to_evaluations(house, tmp_path, monkeypatch, explorer):
-    """Training plays train, evaluations dev and test, greedily, and by the copy that training has (D1)."""
+    """Training plays train, evaluations dev and test, greedily, and by a copy of what is saved."""
     splits, greedy, played, trained = [], [], [], []
     reset, choose, greedy_play = ScienceWorld.reset, lge_drrn.choose, lge_drrn.greedy_play
 
@@ -579,8 +579,11 @@ def test_what_main_hands_to_training_and_to_evaluations(house, tmp_path, monkeyp
     players = [player for is_evaluation, _, player in greedy if is_evaluation]
     if explorer == "random":
         assert set(players) == {None}
-    else:  # renewed after updates 3, 6 ...: at step 24 it is the network of a multiple of three updates
+    else:
         assert all(isinstance(player, Copy) for player in players) and len(set(map(id, players))) == 2
+        saved = torch.load(folder / "checkpoint.pt", weights_only=True)["modules"]["network"]
+        last = players[-1].network.state_dict()
+        assert all(torch.equal(last[name], saved[name]) for name in saved)
     rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert {row["split"] for row in rows} == {"dev", "test"}
     assert all(number_of(row["variation"]) in variations(Args.task, row["split"]) for row in rows)
