@@ -134,8 +134,8 @@ class View(NamedTuple):
 
 
 def view(info: dict, texts: Texts) -> View:
-    """The task stands before the observation: the state must say what is wanted (D10)."""
-    fields = (f"{info['task']} OBSERVATION {info['observation']}", info["look"], info["inventory"])
+    """A state in numbers. It says what is wanted, as its task stands before the observation."""
+    fields = (f"{info['task']} OBSERVATION {info['observation']}", info["look"], info["inventory"])  # D10
     valid = np.array([texts.add(action) for action in info["valid"]], np.int32)
     return View(tuple(map(texts.add, fields)), texts.add(info["task"]), valid)
 
