@@ -1,6 +1,6 @@
 """The Guide of Language Guided Exploration: an encoder that ranks actions by a task description, in one file.
 
-    python guide_simcse.py                        # 15 minutes on 2 cores with AVX512-BF16; RSR@50 0.19 -> 0.99
+    python guide_simcse.py                       # 15 minutes on 2 cores with AVX512-BF16; RSR@50 0.19 -> 0.99
     python guide_simcse.py --encoder bert-base-uncased --pooling cls --lr 5e-5 --device cuda
     python guide_simcse.py --resume runs/...
 
