@@ -1,6 +1,6 @@
 """LGE: a Guide prunes the valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.
 
-    python lge_drrn.py --task find-plant          # 15 to 22 minutes beside another; 69, 61, 20 by seed
+    python lge_drrn.py --task find-plant          # 14 to 24 minutes beside another; 55, 62, 47 by seed
     python lge_drrn.py --task find-plant --guide none                    # plain DRRN; 68, 55, 23
     python lge_drrn.py --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10    # the paper's length
 
