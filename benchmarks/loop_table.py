@@ -84,21 +84,16 @@ def warm_start(args: Args) -> dict:
     return {re.sub("^(test_[a-z]+_)", r"\1warm_start_", key): summary[key] for key in keys}
 
 
-def folder_of(args: Args, row: str, seed: int) -> Path:
-    """The folder that a cell's run is made in."""
-    return group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
+def run_cell(args: Args, row: str, seed: int) -> Path:
+    """Runs one cell, or what is missing of it, and returns the folder of its run."""
+    folder = group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
+    iterations = round((1 if args.quick else args.iterations) * LENGTH.get(row, 1))
 
-
-def run_cell(args: Args, row: str, seed: int) -> dict:
-    """Runs one cell, or what is missing of it, and returns its summary."""
-    folder, iterations = folder_of(args, row, seed), 1 if args.quick else args.iterations
-    iterations = round(iterations * LENGTH.get(row, 1))
-
-    def finished() -> dict | None:  # a run that was interrupted has a summary, too
+    def finished() -> Path | None:  # a run that was interrupted has a summary, too
         for path in folder.glob("*/summary.json"):
             rows = read_lines(path.with_name("metrics.jsonl"))
             if rows and rows[-1]["iteration"] == iterations:
-                return json.loads(path.read_text(encoding="utf-8"))
+                return path.parent
 
     if not finished():
         for path in folder.glob("*/summary.json"):
@@ -125,9 +120,9 @@ def main(args: Args) -> str:
     def run(group: str, iterations: int, row: str, seed: int) -> dict:
         with lock:  # the first one makes it, the others find it
             start = warm_start(args)
-        summary = start | run_cell(args, row, seed)
-        (path,) = folder_of(args, row, seed).glob("*/metrics.jsonl")
-        logged = [line for line in read_lines(path) if line["iteration"] > 0]
+        path = run_cell(args, row, seed)  # beside it may lie one that was killed before its first checkpoint
+        summary = start | json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        logged = [line for line in read_lines(path / "metrics.jsonl") if line["iteration"] > 0]
         curves = {f"curve {tag}": [round(100 * line.get(tag, 0.0), 1) for line in logged] for tag in CURVES}
         return summary | curves
 

@@ -83,9 +83,30 @@ def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="goes on"):
         loop_table.run_cell(args, "RLOO", 1)
     monkeypatch.setattr(loop_table, "launch", ends_at(8))
-    assert loop_table.run_cell(args, "RLOO", 1) == {"episodes": 8}
+    assert loop_table.run_cell(args, "RLOO", 1) == folder
     assert [options[:2] for options in asked] == 2 * [("--resume", folder)]
-    assert loop_table.run_cell(args, "RLOO", 1) == {"episodes": 8} and len(asked) == 2, "once is enough"
+    assert loop_table.run_cell(args, "RLOO", 1) == folder and len(asked) == 2, "once is enough"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_left_aside(tmp_path, monkeypatch):
+    """It has begun its metrics; the cell is then run anew, beside it, and the new run counts."""
+    args = loop_table.Args(seeds=1, iterations=2, jobs=1, runs=tmp_path / "runs")
+    monkeypatch.setattr(loop_table, "ROWS", {row: loop_table.ROWS[row] for row in ("RLOO", "LOOP (token)")})
+    figures = dict.fromkeys(loop_table.COLUMNS.values(), 0.5)
+    start = {re.sub("(test_[a-z]+_)", r"\1warm_start_", key): 0.25 for key in figures}
+    monkeypatch.setattr(loop_table, "warm_start", lambda args: start)
+    killed = loop_table.group(args) / "RLOO_1" / "killed"
+    killed.mkdir(parents=True)
+    (killed / "metrics.jsonl").write_text(json.dumps({"iteration": 0}) + "\n")
+
+    def launch(what, script, *options):
+        new = options[options.index("--runs") + 1] / "new"
+        new.mkdir(parents=True)
+        (new / "metrics.jsonl").write_text(json.dumps({"iteration": 2}) + "\n")
+        (new / "summary.json").write_text(json.dumps(figures))
+
+    monkeypatch.setattr(loop_table, "launch", launch)
+    assert "| RLOO | 50.0 |" in loop_table.main(args)
 
 
 def test_a_page_without_marks_is_one_line(tmp_path, capfd):
