@@ -1,11 +1,10 @@
-"""What the scripts share beside their algorithms: the command line, and what a run leaves on the disk.
+"""What the scripts share beside their algorithms: the command line, models, and the books of a run.
 
 JSON appears whole or not at all, a run belongs to one process at a time, and what is wrong is one line.
 """
 
 import errno
 import fcntl
-import inspect
 import json
 import math
 import os
@@ -16,16 +15,18 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field, make_dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import envs
+
+# numpy, torch, transformers and tyro are imported where they are used: who only looks at runs does without.
 
 
 # ---------------------------------------------------------- 1. the command line
@@ -34,19 +35,16 @@ def cli(kind: type, main: Callable) -> None:
 
     With --resume the run's own arguments hold, unless given anew.
     """
-    UNSAVED.clear()
+    import tyro
+
     try:
-        args = parse(kind, kind())
+        args = tyro.cli(kind)
         if args.resume:
             saved = saved_args(kind, Path(args.resume))
-            args = parse(kind, saved)
+            args = tyro.cli(kind, default=saved)
             if args.runs != saved.runs:
                 raise ValueError(f"--runs {args.runs}: a run that goes on stays in its folder, {args.resume}")
-            lock(Path(args.resume))
-        check(args)
         main(args)
-        if UNSAVED:
-            raise OSError(f"{UNSAVED[0]}; what is saved there is of an earlier iteration")
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
         stop(f"disk full: {error}" if getattr(error, "errno", None) in FULL else error)
     except KeyboardInterrupt:
@@ -57,39 +55,6 @@ def stop(reason: object) -> None:
     """Ends the program with one line."""
     print(f"{Path(sys.argv[0]).name}: {reason}".splitlines()[0], file=sys.stderr)
     sys.exit(2)
-
-
-def parse(kind: type, default):
-    """The command line as a `kind`. In its help, the fields below a comment `# --- NAME` are a group.
-
-    Raises ValueError for nan and negative numbers; for 0, unless it is the default, and for inf, unless the
-    comment behind the field speaks of them.
-    """
-    import tyro  # here: who only looks at runs does without the packages of who makes them
-
-    hints, abouts, groups, group = get_type_hints(kind), {}, defaultdict(list), "options"
-    for line in inspect.getsource(kind).splitlines():
-        if title := re.fullmatch(r" +# --- (\w+)", line):
-            group = title[1]
-        elif found := re.match(r" +(\w+): .*?  # (.*)", line):
-            name, abouts[found[1]] = found.groups()
-            hint = Annotated[hints[name], tyro.conf.arg(help=abouts[name])]
-            groups[group].append((name, hint, getattr(default, name)))
-    parts = [(group, make_dataclass(group, rows)) for group, rows in groups.items()]
-    whole = make_dataclass(kind.__name__, [(*part, field(default_factory=part[1])) for part in parts])
-    given = vars(tyro.cli(tyro.conf.OmitArgPrefixes[whole])).values()
-    values = {name: value for part in given for name, value in vars(part).items()}
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        flag = f"--{name.replace('_', '-')} {value}"
-        may_be_0 = getattr(kind, name) == 0 or re.search(r"(?<![\d.,])0(?!\.\d|\d)", abouts[name])
-        may_be_inf = re.search(r"\binf\b", abouts[name])
-        if math.isnan(value) or (math.isinf(value) and not may_be_inf):
-            raise ValueError(f"{flag}: it must be a finite number")
-        if value < 0 or (value == 0 and not may_be_0):
-            raise ValueError(f"{flag}: it must be {'at least' if may_be_0 else 'above'} 0")
-    return kind(**values)
 
 
 def saved_args(kind: type, run: Path):
@@ -122,13 +87,19 @@ def is_of(value: object, hint) -> bool:
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-# ---------------------------------------------------------- 2. what is wrong from the start
 def check(args) -> None:
     """Raises ValueError for what would otherwise fail late, or go wrong in silence."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ValueError("WORLD_SIZE is above 1, but a run is one process: start it without torchrun")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"--{name.replace('_', '-')} nan: it must be a number")
     if not re.fullmatch(r"[\w.-]*", args.name):
         raise ValueError(f"--name {args.name}: a folder is named by it; take letters, digits, _ . and -")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed}: it must be at least 0")
+    if args.threads < 1:
+        raise ValueError(f"--threads {args.threads}: it must be at least 1")
     check_device(args.device)
     wanted = Path(args.resume or args.runs).absolute()
     place = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -152,6 +123,33 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}: not here, take {' or '.join(usable)}; {reason}") from error
 
 
+# ---------------------------------------------------------- 2. models
+def checkpoint_of(world) -> str:
+    """The folder of the small model that was made for a world; variants of a world share one."""
+    return str(Path(__file__).parent.parent / "checkpoints" / world.demonstration_env)
+
+
+def load(auto, source: str, args):
+    """A model without dropout, in float32, on args.device, and its tokenizer.
+
+    `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name.
+    Raises ValueError, in one line, for what is no whole model.
+    """
+    import torch
+    import transformers
+
+    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+    try:
+        model, report = auto.from_pretrained(source, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
+            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
+    except Exception as error:  # a damaged folder can raise anything
+        why = why_not_loaded(source, error, args)
+        raise ValueError(f"no model in {source}: {why}") from error
+    return model.to(args.device).eval(), tokenizer
+
+
 def why_not_loaded(source: str, error: Exception, args=None) -> str:
     """Why there is no model in a folder, or of a name, which may have been meant for a folder.
 
@@ -172,19 +170,229 @@ def why_not_loaded(source: str, error: Exception, args=None) -> str:
     return f"there is no such folder; as a name: {reason}" if is_name else "there is no such folder"
 
 
-# ---------------------------------------------------------- 3. a run's folder
+# ---------------------------------------------------------- 3. the books of a run
+class Run:
+    """The books of a run: clock, random numbers, folder, log, checkpoint and summary.
+
+        run = runs.Run(args, "archer")  # the clock starts; run.rng and run.generator are seeded
+        ...                             # worlds, models, optimisers: what fails here leaves no folder
+        run.start({"actor": actor, "optimizer": optimizer}, episodes=0)  # a new folder, or the one to resume
+        for iteration in run.iterations(args.iterations):
+            ...                         # the algorithm
+            run.log(metrics, "return")
+            if run.is_due(args.save_every) or run.stopped:
+                run.save({"actor": (actor, tokenizer)})
+        return run.finish(episodes=run.state["episodes"])
+
+    `args` need the fields seed, threads, device, runs, name, env and resume. `state` has what a script wants
+    back when it resumes, beside its modules: numbers, text, and lists and dicts of these.
+    """
+
+    def __init__(self, args, script: str, samples_file: str = "rollouts.jsonl"):
+        """Raises ValueError for arguments with which no run can start, or if another process has the run."""
+        import numpy
+        import torch
+        import transformers
+
+        self.began, self.cpu_began = time.time(), time.process_time()
+        self.commit = commit()  # now: files may change while the run lasts
+        check(args)
+        if args.resume:
+            lock(Path(args.resume))
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(args.seed)
+        self.rng = numpy.random.default_rng(args.seed)
+        self.generator = torch.Generator(args.device).manual_seed(args.seed)
+        self.args, self.script, self.samples_file = args, script, samples_file
+        self.iteration = 0
+        self.metrics, self.samples = [], []  # the records of metrics.jsonl, and of samples_file
+        self.stopped = False  # whether Ctrl-C or SIGTERM has asked the run to end
+        self.unsaved = {}  # what could not be written the last time, and why
+
+    def start(self, modules: dict, **state) -> None:
+        """Makes the run's folder or, with --resume, puts back what its checkpoint has: also into `modules`.
+
+        A module is anything with state_dict and load_state_dict.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.modules, self.state = modules, state
+        if self.args.resume:
+            self.folder = Path(self.args.resume)
+            self.restore()
+        else:
+            self.folder = new_folder(self.args, self.script)
+        write_json(self.folder / "args.json", asdict(replace(self.args, resume="")))
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.iteration + 1)
+        rows = [f"|{name}|{value}|\n" for name, value in vars(self.args).items()]
+        self.writer.add_text("args", "|name|value|\n|-|-|\n" + "".join(rows))
+
+    def restore(self) -> None:
+        """Puts a checkpoint back; ValueError if that does not work."""
+        import torch
+
+        path = self.folder / "checkpoint.pt"
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name, module in self.modules.items():
+                module.load_state_dict(saved["modules"][name])
+            self.rng.bit_generator.state = saved["rng"]
+            self.generator.set_state(saved["generator"])
+            torch.set_rng_state(saved["torch_rng"])
+            self.iteration, self.state = saved["iteration"], saved["state"]
+            self.metrics, self.samples = saved["metrics"], saved["samples"]
+            self.began -= saved["seconds"]
+            self.cpu_began -= saved["cpu_seconds"]
+        except Exception as error:  # a damaged file can raise anything
+            raise ValueError(f"{path} cannot be resumed: {type(error).__name__}: {error}") from error
+
+    def iterations(self, last: int) -> Iterator[int]:
+        """The numbers of the iterations that are left, up to `last`, or to the one that a signal falls into."""
+        self.last = last
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask_to_stop)
+        while self.iteration < last and not self.stopped:
+            self.iteration += 1
+            yield self.iteration
+
+    def ask_to_stop(self, number, frame) -> None:
+        """A handler of signals: the run ends after this iteration; asked twice, it ends at once."""
+        print("stopping after this iteration; --resume goes on from there", flush=True)
+        signal.signal(number, signal.SIG_DFL)
+        self.stopped = True
+
+    def is_due(self, every: int) -> bool:
+        """Whether this is the last iteration, or one of every `every`; 0: the last one only."""
+        return self.iteration == self.last or (every > 0 and self.iteration % every == 0)
+
+    def log(self, metrics: dict[str, float], shown: str, samples: Iterable[dict] = ()) -> None:
+        """Figures of this iteration for TensorBoard and metrics.jsonl, and `samples` for their own file.
+
+        Those whose tag has the regular expression `shown` in it are printed. A figure that is nan is not
+        defined, as what is explained of no variance: it is printed "-", and left out elsewhere.
+        """
+        defined = {tag: figure for tag, figure in metrics.items() if not math.isnan(figure)}
+        words = [f"{self.iteration:5d}"]
+        for tag in metrics:
+            if tag in defined:
+                self.writer.add_scalar(tag, defined[tag], self.iteration)
+            if re.search(shown, tag):
+                words.append(f"{tag} {defined[tag]:.4g}" if tag in defined else f"{tag} -")
+        print("  ".join(words), flush=True)
+        self.metrics.append({"iteration": self.iteration} | defined)
+        self.samples += samples
+        with self.writing("the log"):
+            write_jsonl(self.folder / "metrics.jsonl", self.metrics)
+            write_jsonl(self.folder / self.samples_file, self.samples)
+
+    def save(self, models: dict) -> None:
+        """A checkpoint to resume from, and a folder of each of `models`: name -> (model, tokenizer)."""
+        import torch
+
+        state = {name: getattr(self, name) for name in ("iteration", "state", "metrics", "samples")}
+        state["seconds"], state["cpu_seconds"] = self.seconds()
+        state["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
+        state["rng"], state["torch_rng"] = self.rng.bit_generator.state, torch.get_rng_state()
+        state["generator"] = self.generator.get_state()
+        with self.writing("the checkpoint"):
+            for name, (model, tokenizer) in models.items():  # first: these may fit on a nearly full disk
+                temporary = self.folder / f"{name}.tmp"
+                model.save_pretrained(temporary)
+                tokenizer.save_pretrained(temporary)
+                (temporary / "README.md").write_text(self.card(name), encoding="utf-8")
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+                temporary.rename(self.folder / name)
+            torch.save(state, self.folder / "checkpoint.tmp")
+            (self.folder / "checkpoint.tmp").replace(self.folder / "checkpoint.pt")
+
+    def finish(self, **figures) -> dict:
+        """Writes summary.json and returns it: the first and the last evaluation, costs, and `figures`.
+
+        Raises OSError if what was written last could not be saved.
+        """
+        self.writer.close()
+        summary = {}
+        evaluated = [row for row in self.metrics if any(tag.startswith("eval/") for tag in row)]
+        for prefix, row in (("warm_start", evaluated[:1]), ("eval", evaluated[-1:])):
+            for tag, figure in (row[0] if row else {}).items():
+                if tag.startswith("eval/") and (prefix == "eval" or row[0]["iteration"] == 0):
+                    summary[f"{prefix}_{tag.removeprefix('eval/')}"] = figure
+        seconds, cpu_seconds = self.seconds()
+        summary |= {"iteration": self.iteration, "seed": self.args.seed} | figures
+        summary |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        summary |= {"peak_memory_mb": peak_memory_mb(), "commit": self.commit}
+        write_json(self.folder / "summary.json", summary)
+        print(json.dumps(summary))
+        for reason in self.unsaved.values():
+            raise OSError(f"{self.folder}: {reason}; what is saved there is of an earlier iteration")
+        return summary
+
+    def seconds(self) -> tuple[float, float]:
+        """Wall-clock and processor seconds of the run, those before it was resumed included."""
+        return time.time() - self.began, time.process_time() - self.cpu_began
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """What cannot be written in this context costs nothing that was learned: the run goes on.
+
+        It says so; the next time may be better; if the last one was not, `finish` raises.
+        """
+        try:
+            yield
+            self.unsaved.pop(what, None)
+        except Exception as error:  # each of the libraries that write has its own
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = f"disk full ({said})" if is_full(self.folder, error) else said
+            self.unsaved[what] = f"not saved at iteration {self.iteration}: {reason}"
+            print(self.unsaved[what], flush=True)
+            for path in self.folder.glob("*.tmp"):  # what is half-written takes the room of what could be whole
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def card(self, name: str) -> str:
+        """The README.md of a saved model, which Hugging Face shows: what it is, and how it is spoken to."""
+        args = vars(self.args)
+        start = args.get("actor") or args.get("model") or args.get("encoder") or "the ready-made checkpoint"
+        tags = ("iteration", "eval/return", "eval/return_greedy")
+        evaluated = [row for row in self.metrics if "eval/return" in row]
+        last = json.dumps({tag: row[tag] for row in evaluated[-1:] for tag in tags if tag in row})
+        return f"""# {name}, trained in the world {self.args.env}
+
+Saved by {self.script}.py of TurnRL in the run {self.folder.name}.
+
+| | |
+|---|---|
+| started from | {start} |
+| last evaluation | {last if evaluated else "see metrics.jsonl of the run"} |
+| prompt | what the world says; then action, end token, reply, action, end token ... each tokenised apart |
+| licence | that of what it started from; MIT where that is of TurnRL itself |
+"""
+
+
+def means(logs: list[dict[str, float]]) -> dict[str, float]:
+    """Each figure's mean over the updates that have it. nan does not count, and remains where all is nan.
+
+    >>> means([{"a": 1.0, "b": math.nan}, {"a": 2.0, "c": 5.0}])
+    {'a': 1.5, 'b': nan, 'c': 5.0}
+    """
+    figures = defaultdict(list)
+    for row in logs:
+        for tag, figure in row.items():
+            figures[tag] += [] if math.isnan(figure) else [figure]
+    return {tag: fmean(known) if known else math.nan for tag, known in figures.items()}
+
+
+# ---------------------------------------------------------- 4. files
 LOCKS = []  # files that stay open as long as this process lives
 FULL = (errno.ENOSPC, errno.EDQUOT)
-UNSAVED = []  # why the last attempt to save has failed; empty if it has not
 
 
-def folder(args, script: str) -> Path:
-    """The folder of a run that goes on, or a new one: `runs`/ENV__SCRIPT__SEED__TIME.
+def new_folder(args, script: str) -> Path:
+    """Makes the folder of a new run, `runs`/ENV__SCRIPT__SEED__NAME__TIME, and locks it.
 
-    The run's name, if it has one, stands before the time. The time has microseconds, as twins start together.
+    The time has microseconds, as twins start together.
     """
-    if args.resume:
-        return Path(args.resume)
     now, env = time.time_ns(), re.sub(r"[^\w.-]", "-", args.env)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{now // 1000 % 10**6:06d}"
     parts = [env, script, str(args.seed), args.name, stamp]
@@ -214,90 +422,27 @@ def lock(run: Path) -> None:
     LOCKS.append(file)
 
 
-def write(path: Path, records: list[dict], indent: int | None = None) -> None:
-    """JSON, a line each. The file appears whole or not at all: written under another name, then renamed."""
+def write_json(path: Path, record: dict) -> None:
+    """One object, to be read by people, too. The file appears whole or not at all."""
+    write_text(path, json.dumps(record, indent=2) + "\n")
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> None:
+    """An object a line. The file appears whole or not at all."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text, written under another name and then renamed."""
     temporary = path.with_name(path.name + ".tmp")
-    lines = [json.dumps(record, indent=indent) + "\n" for record in records]
-    temporary.write_text("".join(lines), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-
-def card(run: Path, name: str) -> str:
-    """The README.md of a saved model, which Hugging Face shows: what it is, and how it is spoken to."""
-    known = run / "args.json"
-    args = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
-    logged = (run / "metrics.jsonl").read_text(encoding="utf-8") if (run / "metrics.jsonl").exists() else ""
-    rows = [row for line in logged.splitlines() if "eval/return" in (row := json.loads(line))]
-    rows = [
-        {tag: row[tag] for tag in row if tag in ("iteration", "eval/return", "eval/return_greedy")}
-        for row in rows
-    ]
-    start = args.get("actor") or args.get("model") or args.get("encoder") or "the ready-made checkpoint"
-    return f"""# {name}, trained in the world {args.get("env", "?")}
-
-Saved by {Path(sys.argv[0]).name} of TurnRL in the run {run.name}.
-
-| | |
-|---|---|
-| started from | {start} |
-| last evaluation | {json.dumps(rows[-1]) if rows else "see metrics.jsonl of the run"} |
-| prompt | what the world says; then action, end token, reply, action, end token ... each tokenised apart |
-| licence | that of what it started from; MIT where that is of TurnRL itself |
-"""
-
-
-@contextmanager
-def saving(run: Path, iteration: int) -> Iterator[None]:
-    """What cannot be written in this context costs nothing that was learned: the run says so and goes on.
-
-    The next time may be better; if the last one was not, `cli` ends with exit code 2.
-    """
-    UNSAVED.clear()
-    try:
-        yield
-    except Exception as error:  # each of the libraries that write has its own
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        reason = f"disk full ({said})" if is_full(run, error) else said
-        UNSAVED.append(f"{run}: not saved at iteration {iteration}: {reason}")
-        print(f"not saved at iteration {iteration}: {reason}", flush=True)
-        for path in run.glob("*.tmp"):  # what is half-written takes the room of what could be whole
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def is_full(run: Path, error: Exception) -> bool:
     """Whether it was for want of room: safetensors says so only in words, and torch not at all."""
     is_known = getattr(error, "errno", None) in FULL
     return is_known or "os error 28" in str(error) or shutil.disk_usage(run).free < 2**16
-
-
-# ---------------------------------------------------------- 4. what is logged
-def means(logs: list[dict[str, float]]) -> dict[str, float]:
-    """Each figure's mean over the updates that have it. nan does not count, and remains where all is nan.
-
-    >>> means([{"a": 1.0, "b": math.nan}, {"a": 2.0, "c": 5.0}])
-    {'a': 1.5, 'b': nan, 'c': 5.0}
-    """
-    figures = defaultdict(list)
-    for row in logs:
-        for tag, figure in row.items():
-            figures[tag] += [] if math.isnan(figure) else [figure]
-    return {tag: fmean(known) if known else math.nan for tag, known in figures.items()}
-
-
-def log(writer, iteration: int, metrics: dict[str, float], shown: str) -> dict[str, float]:
-    """Writes figures to TensorBoard, prints those whose tag has `shown` in it, returns a metrics.jsonl row.
-
-    A figure that is nan is not defined, as what is explained of no variance: it is printed "-", and left out.
-    """
-    defined = {tag: figure for tag, figure in metrics.items() if not math.isnan(figure)}
-    for tag, figure in defined.items():
-        writer.add_scalar(tag, figure, iteration)
-    words = [f"{iteration:5d}"]
-    for tag in metrics:
-        if re.search(shown, tag):
-            words.append(f"{tag} {defined[tag]:.4g}" if tag in defined else f"{tag} -")
-    print("  ".join(words), flush=True)
-    return {"iteration": iteration} | defined
 
 
 def commit() -> str:
@@ -308,24 +453,7 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-COMMIT = commit()  # when the run began: files may change while it lasts
-
-
-def facts() -> dict:
-    """Peak memory of this process in MB, and the commit from which it was started."""
+def peak_memory_mb() -> float:
+    """Peak memory of this process, in MB."""
     memory = getrusage(RUSAGE_SELF).ru_maxrss  # KiB, on a Mac bytes
-    return {"peak_memory_mb": memory / (2**20 if sys.platform == "darwin" else 2**10), "commit": COMMIT}
-
-
-def stop_signals() -> list:
-    """A list that is empty until Ctrl-C or SIGTERM asks the run to stop; asked twice, it stops at once."""
-    asked = []
-
-    def ask(number, frame):
-        print("stopping after this iteration; --resume goes on from there", flush=True)
-        signal.signal(number, signal.SIG_DFL)
-        asked.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
-    return asked
+    return memory / (2**20 if sys.platform == "darwin" else 2**10)
