@@ -43,7 +43,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from envs import runs
-from envs.scienceworld_guide import make_eval_data, make_train_data, read_lines  # loads no simulator
+from envs.worlds.scienceworld.guide import make_eval_data, make_train_data, read_lines  # loads no simulator
 
 
 # ---------------------------------------------------------- 1. arguments

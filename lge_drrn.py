@@ -44,7 +44,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import envs
 from envs import runs
-from envs.scienceworld import TASKS, Worlds, variations
+from envs.worlds.scienceworld import TASKS, Worlds, variations
 
 
 # ---------------------------------------------------------- 1. arguments

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import envs
-from envs.apps import Apps, expert
 from envs.datasets import dialogue
+from envs.worlds.apps import Apps, expert
 
 KINDS = {
     "one plain call, which needs no process": "apis.phone.list(page=0)",

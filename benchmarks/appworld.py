@@ -2,8 +2,8 @@
 
     APPWORLD=venv-appworld/bin/appworld APPWORLD_ROOT=FOLDER python benchmarks/appworld.py [--episodes 48]
 
-FOLDER has the data of AppWorld, or what tests/appworld_data.py makes. CPU seconds are those of the server,
-for the figures of the clock on the wall depend on what else the machine does. Linux only.
+FOLDER has the data of AppWorld, or what tests/worlds/appworld_data.py makes. CPU seconds are those of the
+server, for the figures of the clock on the wall depend on what else the machine does. Linux only.
 """
 
 import argparse

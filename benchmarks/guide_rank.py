@@ -20,7 +20,7 @@ from tables import stop
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import guide_simcse
-from envs.scienceworld_guide import make_eval_data, read_lines
+from envs.worlds.scienceworld.guide import make_eval_data, read_lines
 from guide_simcse import Step, best_actions, load_encoder, rank_steps, read_steps
 
 

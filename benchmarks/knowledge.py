@@ -29,7 +29,7 @@ import archer
 import envs
 import sft
 from envs.datasets import make_dialogues
-from envs.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, parse, words_in
+from envs.worlds.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, parse, words_in
 
 REPLIES = [f" {answer}\n" for answer in (YES, NO, INVALID)]
 

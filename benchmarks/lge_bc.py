@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import lge_drrn
 from envs import runs
-from envs.scienceworld import Worlds, gold_path, variations
+from envs.worlds.scienceworld import Worlds, gold_path, variations
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import envs
-from envs import guess_my_city, twenty_questions
+from envs.worlds import guess_my_city, twenty_questions
 
 
 def two_in_one(history: list[tuple[str, str]], rng: random.Random) -> tuple[str, str]:

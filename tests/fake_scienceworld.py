@@ -1,4 +1,4 @@
-"""A stand-in for ScienceWorld's Java program: all of envs/scienceworld.py but its Simulator plays in it.
+"""A stand-in for ScienceWorld's Java program: all of envs/worlds/scienceworld but its Simulator plays in it.
 
 python -m tests.fake_scienceworld lge_drrn.py --steps 10    # a script in it
 """
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from envs import scienceworld
+from envs.worlds import scienceworld
 
 
 class House:

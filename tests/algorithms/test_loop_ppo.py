@@ -1,0 +1,1356 @@
+"""What loop_ppo.py promises: its equations, that a batch is but its parts, that a run can be resumed.
+
+The world is a toy defined here: look a number up, then copy it. The models have one or two
+layers. What they should compute is computed a second time, one rollout at a time, by a plain forward pass.
+"""
+
+import copy
+import gc
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer
+from transformers import AutoModelForCausalLM
+
+import envs
+import loop_ppo
+from envs.worlds.apps import whole_scenarios
+
+ROOT = Path(loop_ppo.__file__).parent
+
+NAMES = ["ann", "bob", "cid", "dot", "eve", "fay"]
+
+
+class Lookup(gymnasium.Env):
+    """A number is asked for; `look` shows it, `answer 17` ends the episode. A guess earns nothing.
+
+    What is right can be known, so the best return is 1; a blind answer is right once in 40 tries.
+    """
+
+    id = "lookup"
+    num_tasks = 600  # for training; 48 in the other splits
+    max_turns = 4
+    max_action_chars = 40
+    append_only = True
+    multiline = True
+    demonstration_env = "lookup"
+    best_return = 1.0
+
+    def __init__(self, split: str = "train", reward: str = "fraction"):
+        self.split = split
+        offset = {"train": 0, "dev": 1000, "test-normal": 2000, "test-challenge": 3000}[split]
+        self.num_tasks = 600 if split == "train" else 48
+        self.asked = [
+            (rng.choice(NAMES), rng.randrange(10, 50))
+            for rng in map(random.Random, range(offset, offset + 600))
+        ]
+        self.scenarios = tuple(i // 3 for i in range(self.num_tasks))
+        self.difficulties = tuple(1 + i % 3 for i in range(self.num_tasks))
+        self.is_question = tuple(i % 2 == 0 for i in range(self.num_tasks))
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.index = (options or {}).get("index", 0)
+        (self.name, self.value), self.turn = self.asked[self.index], 0
+        self.observation = f"value of {self.name}?\n> "
+        return self.observation, {"answer": f"lookup_{self.index}"}
+
+    def step(self, action):
+        action = action.strip()[: self.max_action_chars]
+        self.turn += 1
+        terminated, reward, reply = False, 0.0, "\nerror\n> "
+        if action == "look":
+            reply = f"\n{self.name} {self.value}\n> "
+        elif action.startswith("answer"):
+            terminated, reward, reply = True, float(action == f"answer {self.value}"), "\ndone\n> "
+        self.observation += action + reply
+        truncated = not terminated and self.turn == self.max_turns
+        info = {"action": action}
+        if terminated or truncated:
+            info["result"] = {"return": reward, "length": self.turn, "success": reward == 1}
+        return self.observation, reward, terminated, truncated, info
+
+    def goals(self, solved):
+        return {"questions": sum(solved.values()) / len(solved)} | (
+            {"scenarios": sum(whole) / len(whole)}
+            if (whole := whole_scenarios(self.scenarios, solved))
+            else {}
+        )
+
+    def demonstrations(self, n, seed, skill=0.5):
+        """Three in ten answer without looking, and half of all with any number."""
+        rng, made = random.Random(seed), []
+        for _ in range(n):
+            observation, info = self.reset(options={"index": rng.randrange(self.num_tasks)})
+            d = {"observations": [observation], "actions": [], "rewards": [], "answer": info["answer"]}
+            value = self.value if rng.random() < skill else rng.randrange(10, 50)
+            for action in ["look"] * (rng.random() < 0.7) + [f"answer {value}"]:
+                observation, reward, terminated, _, _ = self.step(action)
+                d["observations"].append(observation)
+                d["actions"].append(action)
+                d["rewards"].append(reward)
+            made.append(d | {"terminated": terminated})
+        return made
+
+
+def prompt_ids(tokenizer, observation: str) -> list[int]:
+    """Token ids of what a rollout begins with."""
+    before, _, behind = loop_ppo.chat_pieces(tokenizer)
+    return loop_ppo.encode(tokenizer, before + observation + behind)
+
+
+def reply_ids(tokenizer, reply: str) -> list[int]:
+    """Token ids of what a world says behind the end of a turn."""
+    _, between, behind = loop_ppo.chat_pieces(tokenizer)
+    return loop_ppo.encode(tokenizer, between + reply + behind)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def toy():
+    envs.ENVS["lookup"] = envs.Entry(f"{__name__}:Lookup", "a toy of the tests")
+    yield
+    del envs.ENVS["lookup"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bits repeat on one thread only; and `main` takes over Ctrl-C, which pytest wants back."""
+    torch.set_num_threads(1)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def small(**changes) -> loop_ppo.Args:
+    """Arguments that make a run small."""
+    usual = {
+        "env": "lookup",
+        "tasks": 3,
+        "rollouts": 4,
+        "iterations": 2,
+        "max_action_tokens": 6,
+        "eval_episodes": 6,
+    }
+    return loop_ppo.Args(**usual | {"worlds": 12, "threads": 1, "world_threads": 2} | changes)
+
+
+def make_tokenizer(texts: list[str]):
+    """Words and marks that occur, each a token; the last resort is a token a byte."""
+    tokenizer = Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(Regex(r" ?\w+|\W"), "isolated")
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    special = ["<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    options = {"special_tokens": special, "vocab_size": 500, "show_progress": False}
+    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**options))
+    end = special[0]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
+
+
+def taught_model(dialogues: list[dict], width: int, epochs: int, folder: Path) -> Path:
+    """A tiny Llama that has learned the actions of dialogues, saved as a Hugging Face folder."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer([d["observations"][-1] for d in dialogues])
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, max_position_embeddings=2048,
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=max(1, width // 32), tie_word_embeddings=True, initializer_range=0.1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    shown = []
+    for d in dialogues:
+        t = loop_ppo.Trajectory(0, ids=list(prompt_ids(tokenizer, d["observations"][0])))
+        replies = envs.replies(d["observations"], d["actions"])
+        for action, reply in zip(d["actions"], replies, strict=True):
+            turn = [*loop_ppo.encode(tokenizer, action), tokenizer.eos_token_id]
+            t.turns.append(range(len(t.ids), len(t.ids) + len(turn)))
+            t.logps += [0.0] * len(turn)
+            t.ids += turn + reply_ids(tokenizer, reply)
+        shown.append(t)
+    batches = [shown[i : i + 16] for i in range(0, len(shown), 16)] * epochs
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50, 1.02 - step / len(batches))
+        (logps,) = loop_ppo.score(model, batch, small())
+        optimizer.zero_grad()
+        (-torch.cat(list(logps.values())).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a model that has seen some dialogues: it acts in different ways and ends its turns."""
+    return str(taught_model(Lookup().demonstrations(300, 0), 32, 6, tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def warm(base):
+    return loop_ppo.make_model(small(), base)
+
+
+@pytest.fixture(scope="module")
+def skilled(tmp_path_factory):
+    """The folder of a model that solves some tasks, so that LOOP has something to learn from."""
+    dialogues = Lookup().demonstrations(3000, 0, skill=0.9)
+    return str(taught_model(dialogues, 64, 6, tmp_path_factory.mktemp("skilled")))
+
+
+def play(model, args, tasks=(0, 0, 0, 1, 1, 1), seed=0, worlds=None, **options):
+    worlds = worlds or [Lookup() for _ in tasks]
+    generator = torch.Generator().manual_seed(seed)
+    return loop_ppo.rollout(model, worlds, list(tasks), [0] * len(tasks), args, generator, **options)
+
+
+@torch.no_grad()
+def plain_logps(model, t: loop_ppo.Trajectory) -> list[float]:
+    """Log-probs of the sampled tokens of one rollout by a plain forward pass of the whole model, unpadded."""
+    logp_TV = model(torch.tensor([t.ids])).logits[0].double().log_softmax(-1)
+    return [logp_TV[c - 1, t.ids[c]].item() for turn in t.turns for c in turn]
+
+
+def ended(task: int, total: float) -> loop_ppo.Trajectory:
+    return loop_ppo.Trajectory(task, ids=[1, 2], turns=[range(1, 2)], logps=[0.0], total=total, fate="ended")
+
+
+def logps_of(model, trajectories, args) -> list[torch.Tensor]:
+    """What `score` says of each trajectory, in their order."""
+    found = {}
+    for part in loop_ppo.score(model, trajectories, args):
+        found |= part
+    return [found[t] for t in trajectories]
+
+
+# ------------------------------------------------------------------------------------- the equations
+
+
+def test_e1_is_each_return_minus_the_mean_of_the_others():
+    """E1, written out; and it sums to zero."""
+    returns = [0.3, 1.0, 0.0, 0.7, 1.0]
+    naive = [r - sum(returns[:k] + returns[k + 1 :]) / 4 for k, r in enumerate(returns)]
+    found = loop_ppo.leave_one_out(torch.tensor(returns, dtype=torch.float64))
+    assert found.tolist() == pytest.approx(naive, abs=1e-12) and found.sum().item() == pytest.approx(
+        0, abs=1e-12
+    )
+    assert loop_ppo.leave_one_out(torch.ones(6)).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("lower_bound", ["minus", "over"])
+def test_e2_and_its_gradient_are_those_of_a_loop(lower_bound):
+    """E2: where the ratio is clipped there is no gradient, elsewhere it is the advantage."""
+    rng, clip = random.Random(0), 0.2
+    w = [rng.uniform(0.5, 1.6) for _ in range(200)]
+    advantages = [rng.uniform(-1, 1) for _ in w]
+    lowest = 1 - clip if lower_bound == "minus" else 1 / (1 + clip)
+    w_M = torch.tensor(w, dtype=torch.float64, requires_grad=True)
+    gain_M = loop_ppo.surrogate(w_M, torch.tensor(advantages, dtype=torch.float64), clip, lower_bound)
+    gain_M.sum().backward()
+    clipped = 0
+    for ratio, a, gain, gradient in zip(w, advantages, gain_M.tolist(), w_M.grad.tolist(), strict=True):
+        g = a + clip * abs(a) if a > 0 or lower_bound == "minus" else a / (1 + clip)
+        assert gain == pytest.approx(min(ratio * a, g), abs=1e-12)
+        is_clipped = ratio > 1 + clip if a > 0 else ratio < lowest
+        assert gradient == pytest.approx(0.0 if is_clipped else a, abs=1e-12)
+        clipped += is_clipped
+    assert 20 < clipped < 180
+
+
+def test_e3_e4_e5_are_products_over_tokens_turns_and_rollouts():
+    """E3, E4 and E5, written out."""
+    rng, turn_M = random.Random(1), [0, 0, 0, 1, 1, 2]
+    new, old = ([rng.uniform(-3, 0) for _ in range(6)] for _ in range(2))
+    new_M, old_M = (torch.tensor(x, dtype=torch.float64) for x in (new, old))
+    owners = {"token": range(6), "turn": turn_M, "trajectory": [0] * 6}
+    for level, owner in owners.items():
+        naive = [
+            math.prod(math.exp(new[j] - old[j]) for j in range(6) if owner[j] == owner[i]) for i in range(6)
+        ]
+        assert loop_ppo.ratios(new_M, old_M, [3, 2, 1], level).tolist() == pytest.approx(naive, rel=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+def test_a_ratio_that_overflows_has_no_gradient_that_is_no_number(level):
+    for old, gradient in ((-120.0, 0.0), (-1.0, 1.0)):
+        logp_M = torch.tensor([-1.0], requires_grad=True)
+        w_M = loop_ppo.ratios(logp_M, torch.tensor([old]), [1], level)
+        loop_ppo.surrogate(w_M, torch.ones(1), 0.2).sum().backward()
+        assert logp_M.grad.tolist() == [gradient]
+
+
+def test_e3_e4_e5_are_the_same_where_a_rollout_is_one_token():
+    new, old = torch.randn(1), torch.randn(1)
+    token, turn, trajectory = (loop_ppo.ratios(new, old, [1], x) for x in ("token", "turn", "trajectory"))
+    assert torch.equal(token, turn) and torch.equal(token, trajectory)
+
+
+def test_e6_has_mean_zero_and_deviation_one():
+    """E6, written out."""
+    returns = torch.tensor([0.0, 1.0, 1.0, 0.5], dtype=torch.float64)
+    mean, n = returns.mean().item(), 4
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in returns.tolist()) / (n - 1))
+    naive = [(r - mean) / deviation for r in returns.tolist()]
+    assert loop_ppo.normalised(returns).tolist() == pytest.approx(naive, rel=1e-5)
+    assert loop_ppo.normalised(torch.ones(4)).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("total", [3 / 5, 5 / 7, 6 / 7])
+def test_a_group_that_earned_the_same_has_no_advantage(total):
+    """In float32 the mean of six times 0.6 is not 0.6, and E6 would divide that by next to nothing."""
+    group = [ended(0, total) for _ in range(6)]
+    for normalise in (False, True):
+        advantages = loop_ppo.advantages_of_groups(group, small(rollouts=6, normalise=normalise))
+        assert len(advantages) == 6 and max(map(abs, advantages.values())) < 1e-6
+
+
+def test_e7_is_the_kl_divergence_on_average():
+    """E7: its mean over the policy's own tokens is the divergence."""
+    p, q = (torch.randn(6, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    penalty_V = loop_ppo.kl_penalty(p, q)
+    assert (penalty_V >= 0).all()
+    naive = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+    assert (p.exp() * penalty_V).sum().item() == pytest.approx(naive, rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------- the rollouts
+
+
+def test_the_sampler_and_the_scorer_are_one_distribution(warm):
+    args = small(max_action_tokens=8)
+    played = play(warm, args, tasks=[i // 3 for i in range(24)])
+    assert len({len(t.turns) for t in played}) > 1, "turns should differ, or this shows little"
+    for t, logp_M in zip(played, logps_of(warm, played, args), strict=True):
+        assert t.logps == pytest.approx(plain_logps(warm, t), abs=2e-4)
+        assert logp_M.tolist() == pytest.approx(plain_logps(warm, t), abs=2e-4)
+
+
+def test_tokens_are_kept_as_they_were_sampled_and_only_they_are_trained(warm):
+    tokenizer, end = warm.tokenizer, warm.tokenizer.eos_token_id
+    cut = 0
+    for t in play(warm, small(max_action_tokens=3), tasks=[i // 3 for i in range(12)]):
+        prompt = Lookup().reset(options={"index": t.task})[0]
+        place = len(prompt_ids(tokenizer, prompt))
+        assert t.ids[:place] == prompt_ids(tokenizer, prompt)
+        assert t.text == prompt + "".join(action + reply for action, reply in t.said)
+        for (first, last), (action, reply) in zip([(x.start, x.stop) for x in t.turns], t.said, strict=True):
+            assert (
+                first == place
+                and tokenizer.decode(t.ids[first:last], skip_special_tokens=True).strip() == action
+            )
+            assert end not in t.ids[first : last - 1]
+            forced = t.ids[last - 1] != end  # then the end of turn stands behind what counts
+            assert not forced or (last - first == 3 and t.ids[last] == end)
+            cut += forced
+            place = last + forced + len(reply_ids(tokenizer, reply))
+            assert t.ids[last + forced : place] == reply_ids(tokenizer, reply)
+        assert place == len(t.ids) and len(t.logps) == sum(map(len, t.turns))
+    assert cut
+
+
+def test_prompts_and_replies_get_no_gradient(warm):
+    """The loss does not change when the model's predictions of the world's tokens do, nor with padding."""
+    played = play(warm, small())
+    hidden = {}
+
+    def keep(_, __, output):
+        output.last_hidden_state.retain_grad()
+        hidden["BTH"] = output.last_hidden_state
+
+    handle = warm.base_model.register_forward_hook(keep)
+    torch.cat(logps_of(warm, played, small())).sum().backward()
+    handle.remove()
+    warm.zero_grad()
+    has_gradient = hidden["BTH"].grad.abs().sum(-1) > 0
+    for row, t in zip(has_gradient, sorted(played, key=lambda t: len(t.ids)), strict=True):
+        predicts = {c - 1 for turn in t.turns for c in turn}
+        assert set(row.nonzero()[:, 0].tolist()) == predicts
+
+
+def test_how_rows_share_a_batch_changes_nothing(warm):
+    """Greedy rollouts are the same alone and among others, whose turns and ends fall elsewhere."""
+    tasks = list(range(10))
+    together = play(warm, small(), tasks=tasks, greedy=True)
+    for task, t in zip(tasks, together, strict=True):
+        (alone,) = play(warm, small(), tasks=[task], greedy=True)
+        assert alone.ids == t.ids and alone.total == t.total
+        assert alone.logps == pytest.approx(t.logps, abs=2e-4)
+
+
+def test_threads_do_not_change_a_rollout(warm):
+    first, second = (play(warm, small(world_threads=n), tasks=[0, 0, 1, 1, 2, 2]) for n in (1, 4))
+    assert [vars(t) for t in first] == [vars(t) for t in second]
+
+
+def test_a_rollout_ends_where_the_context_does(warm):
+    prompt = len(prompt_ids(warm.tokenizer, Lookup().reset()[0]))
+    played = play(warm, small(context=prompt + 20))
+    cut = [t for t in played if not t.terminated]
+    assert cut and all(t.turns and not t.success and len(t.ids) > prompt + 14 for t in cut)
+    assert max(t.turns[-1].stop for t in played) <= prompt + 20
+    assert all(t.fate == "ended" and not t.turns for t in play(warm, small(context=prompt + 2)))
+
+
+class Broken(Lookup):
+    """Task 1 breaks at once, task 2 in its first turn."""
+
+    def reset(self, seed=None, options=None):
+        if options["index"] == 1:
+            raise envs.WorldBroken("no server")
+        return super().reset(seed, options)
+
+    def step(self, action):
+        if self.index == 2:
+            raise envs.WorldBroken("time-out")
+        return super().step(action)
+
+
+def test_a_world_that_breaks_leaves_its_group(warm):
+    tasks = [0, 0, 0, 1, 1, 2, 2]
+    played = play(warm, small(), tasks=tasks, worlds=[Broken() for _ in tasks])
+    assert [t.fate for t in played] == ["ended"] * 3 + ["broken"] * 4
+    advantages = loop_ppo.advantages_of_groups([*played[:3], *played[5:], *played[3:5]], small(rollouts=3))
+    assert [t.task for t in advantages] == [0, 0, 0]
+
+
+def test_stragglers_are_dropped_when_enough_have_ended(warm):
+    args, tasks = small(finish_all=0.1, finish_each=0), [i // 4 for i in range(24)]
+    played = play(warm, args, tasks=tasks, may_drop=True)
+    dropped = [t for t in played if t.fate == "dropped"]
+    assert dropped and len(dropped) < 24
+    assert not set(dropped) & loop_ppo.advantages_of_groups(played, args).keys()
+    assert all(t.fate == "ended" for t in play(warm, args, tasks=tasks))
+
+
+def test_enough_is_so_many_of_all_and_of_each_task_and_nobody_waits_for_the_broken():
+    args = small(finish_all=0.5, finish_each=4)
+    of_each = {0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15}
+
+    def has_enough(over, args, broken=()):
+        fates = ["broken" if i in broken else "ended" if i in over else "playing" for i in range(18)]
+        return loop_ppo.has_enough(
+            [loop_ppo.Trajectory(i // 6, fate=fate) for i, fate in enumerate(fates)], args
+        )
+
+    assert has_enough(of_each, args)
+    assert not has_enough(of_each - {12}, args), "three of six"
+    assert not has_enough(of_each, small(finish_all=0.9, finish_each=4))
+    broken = {12, 13, 14, 15}
+    assert not has_enough(of_each, args, broken), "the two that are whole play on"
+    assert has_enough(of_each | {16, 17}, args, broken)
+
+
+def test_broken_worlds_are_not_among_those_that_are_waited_for(warm):
+    """Half of the worlds never start: the others are played to the last one, none of them is dropped."""
+    tasks = [0] * 4 + [1] * 4
+    played = play(
+        warm, small(finish_all=1.0, finish_each=4), tasks, worlds=[Broken() for _ in tasks], may_drop=True
+    )
+    assert [t.fate for t in played] == ["ended"] * 4 + ["broken"] * 4
+    played = play(
+        warm, small(finish_all=0.5, finish_each=1), tasks, worlds=[Broken() for _ in tasks], may_drop=True
+    )
+    assert sum(t.fate == "ended" for t in played) >= 2, "half of the four that are whole, not of eight"
+
+
+def test_what_did_not_end_has_no_return():
+    one = replace(ended(0, 1.0), terminated=True, success=True)
+    figures = loop_ppo.behaviour([one, loop_ppo.Trajectory(0, fate="broken")], Lookup())
+    assert figures["rollout/return"] == figures["rollout/success"] == 1.0 and figures["rollout/broken"] == 0.5
+
+
+def test_worlds_that_do_not_start_are_an_error_if_none_does(warm, monkeypatch):
+    def reset(self, seed=None, options=None):
+        if options["index"] == 0:
+            raise envs.Unavailable("the server is gone")
+        return real(self, seed=seed, options=options)
+
+    real = Lookup.reset
+    monkeypatch.setattr(Lookup, "reset", reset)
+    fates = [t.fate for t in play(warm, small())]
+    assert fates[:3] == ["broken"] * 3 and set(fates[3:]) == {"ended"}
+    with pytest.raises(envs.WorldBroken, match="no world of lookup starts: the server is gone"):
+        play(warm, small(), tasks=(0, 0))
+
+
+def test_a_cache_goes_with_its_memory(warm):
+    gc.disable()
+    try:
+        cache = weakref.ref(loop_ppo.Memory(warm, [loop_ppo.Trajectory(0, ids=[5, 6])]))
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_scenarios_that_an_evaluation_cuts_do_not_count(warm, monkeypatch):
+    monkeypatch.setattr(Lookup, "scenarios", [i // 3 for i in range(Lookup().num_tasks)], raising=False)
+    whole = loop_ppo.evaluate(warm, small(eval_episodes=6), "dev")
+    cut = loop_ppo.evaluate(warm, small(eval_episodes=5), "dev")
+    played = loop_ppo.evaluate(warm, small(eval_episodes=2), "dev")
+    assert "scenarios" in whole and cut["scenarios"] in (0.0, 1.0) and "scenarios" not in played
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path, base, monkeypatch, capsys):
+    real, calls = torch.save, []
+
+    def fails_at_the_second(state, path):
+        calls.append(1)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half of it")
+            raise OSError("no space left on device")
+        return real(state, path)
+
+    monkeypatch.setattr(torch, "save", fails_at_the_second)
+    loop_ppo.main(small(iterations=2, save_every=1, runs=str(tmp_path), model=base))
+    assert "not saved at iteration 2: no space left" in capsys.readouterr().out
+    (folder,) = tmp_path.iterdir()
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 1
+
+
+def test_a_group_of_one_teaches_nothing():
+    assert loop_ppo.advantages_of_groups([ended(0, 1.0)], small()) == {}
+
+
+# ------------------------------------------------------------------------------------- the updates
+
+
+def weights_after(model, advantages, args):
+    model = copy.deepcopy(model)
+    model.tokenizer = None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    metrics = loop_ppo.update(model, optimizer, advantages, args, np.random.default_rng(0))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics
+
+
+def judged(played, values) -> dict:
+    return dict(zip(played, values, strict=True))
+
+
+def test_on_policy_with_one_epoch_loop_is_rloo_to_the_bit(warm):
+    """One step on -A log pi, written out here, and LOOP's: the ratio is 1, its gradient the logarithm's."""
+    args = small(epochs=1, minibatch=0, micro_batch=100, min_advantage=0.0)
+    advantages = loop_ppo.advantages_of_groups(play(warm, small(), tasks=[i // 4 for i in range(12)]), args)
+    found, metrics = weights_after(warm, advantages, args)
+    assert metrics["update/ratio"] == 1.0 and metrics["update/clipped"] == 0.0
+
+    model = copy.deepcopy(warm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    rng = np.random.default_rng(0)
+    shuffled = [list(advantages)[i] for i in rng.permutation(len(advantages))]
+    loss = torch.zeros(())
+    (part,) = loop_ppo.score(model, shuffled, args)
+    for t, logp_M in part.items():
+        loss = loss - (logp_M * torch.tensor(advantages[t])).mean() / len(advantages)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert torch.equal(found, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+def test_a_batch_of_eight_is_eight_of_one(warm, level):
+    played = play(warm, small(), tasks=[0] * 4 + [1] * 4)
+    advantages = judged(played, [0.5, -0.5, 0.3, -0.3, 1.0, -1.0, 0.2, -0.2])
+    args = small(minibatch=8, epochs=2, level=level)
+    whole, _ = weights_after(warm, advantages, replace(args, micro_batch=8))
+    parts, _ = weights_after(warm, advantages, replace(args, micro_batch=1))
+    start = torch.cat([p.detach().flatten() for p in warm.parameters()])
+    assert (whole - start).abs().max() > 1e-4
+    assert torch.allclose(whole, parts, atol=2e-5)
+
+
+def test_small_advantages_are_left_out_before_minibatches_are_formed(warm, monkeypatch):
+    played = play(warm, small(), tasks=[i // 4 for i in range(12)])
+    start = torch.cat([p.detach().flatten() for p in warm.parameters()])
+    same, metrics = weights_after(warm, judged(played, [0.009] * 12), small(minibatch=2))
+    assert torch.equal(same, start) and metrics == {"update/filtered": 1.0}
+
+    learned, score = [], loop_ppo.score
+
+    def watched(model, trajectories, args):
+        if torch.is_grad_enabled():
+            learned.append(list(trajectories))
+        return score(model, trajectories, args)
+
+    monkeypatch.setattr(loop_ppo, "score", watched)
+    advantages = judged(played, [1.0, 0.0, -1.0, 0.005] * 3)
+    moved, metrics = weights_after(warm, advantages, small(minibatch=4, epochs=2))
+    assert not torch.equal(moved, start) and metrics["update/filtered"] == 0.5
+    assert [len(part) for part in learned] == [4, 2, 4, 2], "full ones first, of those that teach"
+    for epoch in (learned[:2], learned[2:]):
+        assert {t for part in epoch for t in part} == {t for t, a in advantages.items() if abs(a) == 1}
+
+
+@pytest.mark.parametrize("options", [{"minibatch": 0}, {}])
+def test_an_iteration_without_a_group_is_no_error(warm, options):
+    _, metrics = weights_after(warm, {}, small(**options))
+    assert metrics == {"update/filtered": 1.0}
+
+
+def test_a_scorer_that_is_not_the_sampler_is_seen(warm):
+    """Whether a rollout's old log-probs are of the first step or of the pass before it."""
+    played, model = play(warm, small()), copy.deepcopy(warm)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5:9] += 0.5
+    for minibatch in (0, 2):
+        _, metrics = weights_after(warm, judged(played, [1.0] * 6), small(minibatch=minibatch))
+        assert metrics["update/sampler_gap"] < 1e-3
+        _, metrics = weights_after(model, judged(played, [1.0] * 6), small(minibatch=minibatch))
+        assert metrics["update/sampler_gap"] > 0.01
+
+
+def test_the_old_log_probs_are_of_before_the_first_step(warm, monkeypatch):
+    """Each rollout is read once before it is learned from, those of the first step in that step."""
+    played, read, score = play(warm, small(temperature=0.9)), [], loop_ppo.score
+
+    def watched(model, trajectories, args):
+        read.append((torch.is_grad_enabled(), list(trajectories)))
+        return score(model, trajectories, args)
+
+    monkeypatch.setattr(loop_ppo, "score", watched)
+    args = small(minibatch=2, epochs=1, temperature=0.9)
+    _, metrics = weights_after(warm, judged(played, [1.0] * 6), args)
+    before = {t for with_gradient, part in read if not with_gradient for t in part}
+    learned = [t for with_gradient, part in read if with_gradient for t in part]
+    assert len(before) == 4 and set(learned) == set(played) and not before & set(learned[:2])
+    assert [with_gradient for with_gradient, _ in read] == [False, True, True, True]
+    assert 0 < metrics["update/sampler_gap"] < 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_logits_in_chunks_are_the_same(warm, chunk):
+    played = play(warm, small())
+    whole, parts = (torch.cat(logps_of(warm, played, args)) for args in (small(), small(logit_chunk=chunk)))
+    assert torch.allclose(parts, whole, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing(base, warm, monkeypatch):
+    played = play(warm, small())
+    advantages = judged(played, [0.5, -0.5, 0.3, -0.3, 1.0, -1.0])
+    plain, _ = weights_after(warm, advantages, small())
+    args = small(gradient_checkpointing=True, logit_chunk=16)
+    model = loop_ppo.make_model(args, base)
+    remade, forward = [], torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(
+        "transformers.modeling_utils.checkpoint", lambda *a, **k: remade.append(1) or forward(*a, **k)
+    )
+    model.activation_checkpointing_enable()
+    assert [t.ids for t in play(model, args)] == [t.ids for t in played] and not remade, (
+        "rollouts keep their cache"
+    )
+    saved, _ = weights_after(model, advantages, args)
+    assert torch.allclose(plain, saved, atol=1e-5)
+    assert remade and not any(module.training for module in model.modules())
+
+
+# ------------------------------------------------------------------- an update and a rollout, written out
+
+
+def odd_returns(model, args):
+    """Rollouts of three tasks, their advantages: some large, one negative, one too small to count."""
+    played = play(model, args, tasks=[i // 4 for i in range(12)])
+    return judged(played, [1.0, -1.0, 0.4, -0.4, 0.005, 2.0, -0.7, -1.3, 0.6, 0.3, -0.2, -0.7])
+
+
+def written_out(model, start_model, judged, args):
+    """The weights after an update, one rollout at a time, a token after the other, as the equations say."""
+    model, rng = copy.deepcopy(model), np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+
+    def logps(model, t):
+        logp_TV = (model(torch.tensor([t.ids])).logits[0] / args.temperature).log_softmax(-1)
+        return [[logp_TV[c - 1, t.ids[c]] for c in turn] for turn in t.turns]
+
+    played, advantages = list(judged), torch.tensor(list(judged.values()))
+    with torch.no_grad():
+        old, start = ([logps(m, t) for t in played] for m in (model, start_model))
+    taught = [i for i in range(len(played)) if abs(advantages[i]) >= 0.01]
+    size = args.minibatch or len(taught)
+    for _ in range(args.epochs):
+        order = [taught[i] for i in rng.permutation(len(taught))]
+        for first in range(0, len(order), size):
+            chosen = order[first : first + size]
+            loss = torch.zeros(())
+            for i in chosen:
+                new, terms = logps(model, played[i]), []
+                all_turns = sum(
+                    n - o
+                    for row, before in zip(new, old[i], strict=True)
+                    for n, o in zip(row, before, strict=True)
+                )
+                for row, before, at_start in zip(new, old[i], start[i], strict=True):
+                    turn = sum(n - o for n, o in zip(row, before, strict=True))
+                    for n, o, s in zip(row, before, at_start, strict=True):
+                        log_w = {"token": n - o, "turn": turn, "trajectory": all_turns}[args.level]
+                        A, w = advantages[i].item(), log_w.exp()
+                        lowest = 1 - args.clip if args.lower_bound == "minus" else 1 / (1 + args.clip)
+                        gain = torch.minimum(w * A, torch.tensor((1 + args.clip if A > 0 else lowest) * A))
+                        penalty = (s - n).exp() - (s - n) - 1
+                        terms.append(args.kl * penalty - gain)
+                loss = loss + sum(terms) / len(terms) / size
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad *= min(1.0, args.max_grad_norm / norm)
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"level": "token"},
+        {"level": "turn"},
+        {"level": "trajectory"},
+        {"lower_bound": "over", "clip": 0.4},
+        {"max_grad_norm": 0.01},
+        {"minibatch": 0, "epochs": 1},
+        {"minibatch": 0, "epochs": 1, "kl": 3.0},
+    ],
+    ids=str,
+)
+def test_an_update_is_what_the_equations_say(warm, changes):
+    """Every switch against the loop above: E2 to E5, E7, who is left out, the divisor, how often, clipped."""
+    args = small(**{"temperature": 0.7, "minibatch": 5, "micro_batch": 2, "clip": 0.02} | changes)
+    advantages = odd_returns(warm, args)
+    start_model, model = copy.deepcopy(warm), copy.deepcopy(warm)
+    with torch.no_grad():
+        start_model.get_output_embeddings().weight[260:] *= 1.5
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    arguments = model, optimizer, advantages, args, np.random.default_rng(0)
+    metrics = loop_ppo.update(*arguments, *([start_model] if args.kl else []))
+    found = torch.cat([p.detach().flatten() for p in model.parameters()])
+    expected = written_out(warm, start_model, advantages, args)
+    before = torch.cat([p.detach().flatten() for p in warm.parameters()])
+    # Adam makes steps of like size of all gradients, also near 0: the bulk must agree, not each weight.
+    assert (found - expected).norm() < 0.02 * (expected - before).norm()
+    assert metrics["update/grad_norm"] > 0
+
+
+def test_e1_and_e6_reach_the_groups():
+    played = [ended(i // 3, total) for i, total in enumerate([1, 0, 0, 1, 1, 0])]
+    plain = loop_ppo.advantages_of_groups(played, small(rollouts=3))
+    assert list(plain) == played and list(plain.values()) == pytest.approx([1.0, -0.5, -0.5, 0.5, 0.5, -1.0])
+    scaled = loop_ppo.advantages_of_groups(played, small(rollouts=3, normalise=True))
+    assert list(scaled.values()) == pytest.approx([x / 3**0.5 for x in (2, -1, -1, 1, 1, -2)], abs=1e-4)
+
+
+def test_a_gradient_that_is_no_number_ends_the_run(warm, monkeypatch):
+    advantages = odd_returns(warm, small())
+    score = loop_ppo.score
+
+    def broken(*given):
+        for part in score(*given):
+            yield {t: logp_M * torch.nan if torch.is_grad_enabled() else logp_M for t, logp_M in part.items()}
+
+    monkeypatch.setattr(loop_ppo, "score", broken)
+    with pytest.raises(ArithmeticError, match="lower --lr"):
+        weights_after(warm, advantages, small())
+
+
+def watch(monkeypatch, name: str) -> list[tuple]:
+    """Positional and named arguments of each call of a function of the script, and what it returned."""
+    calls, real = [], getattr(loop_ppo, name)
+
+    def watched(*given, **named):
+        result = real(*given, **named)
+        calls.append((given, named, result))
+        return result
+
+    monkeypatch.setattr(loop_ppo, name, watched)
+    return calls
+
+
+def test_main_hands_on_what_the_switches_say(tmp_path, base, monkeypatch):
+    """The rate falls (D3), E6 and the start model where asked for, stragglers go in training only."""
+    rates, normalise, update = [], [], loop_ppo.update
+    rollouts = watch(monkeypatch, "rollout")
+
+    def watched_update(model, optimizer, advantages, args, rng, start_model):
+        rates.append(optimizer.param_groups[0]["lr"])
+        weights = [p.clone() for p in start_model.parameters()]
+        seen = zip(weights, loop_ppo.make_model(args, base).parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in seen), "the start model stays as it was"
+        normalise.append(args.normalise)
+        return update(model, optimizer, advantages, args, rng, start_model)
+
+    monkeypatch.setattr(loop_ppo, "update", watched_update)
+    run_of(tmp_path, model=base, iterations=4, lr=1e-3, normalise=True, kl=0.1, eval_every=100)
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert normalise == [True] * 4
+    may_drop = [named.get("may_drop", False) for _, named, _ in rollouts]
+    assert may_drop.count(True) == 4 and may_drop.count(False) > 0
+
+
+def test_the_rollouts_of_a_task_share_its_seed_and_its_difficulty_is_allowed(tmp_path, base, monkeypatch):
+    rollouts = watch(monkeypatch, "rollout")
+    run_of(tmp_path, model=base, iterations=3, max_difficulty=1, tasks=5, rollouts=4, worlds=20)
+    difficulties, trained = Lookup().difficulties, []
+    for (_, _, tasks, seeds, *_), named, played in rollouts:
+        if named.get("may_drop"):
+            groups = [list(zip(tasks, seeds, strict=True))[i : i + 4] for i in range(0, 20, 4)]
+            assert len(groups) == 5 and all(len(set(group)) == 1 for group in groups)
+            assert len(set(seeds)) == 5 and [t.task for t in played] == tasks
+            trained += tasks
+    assert len(trained) == 60 and {difficulties[task] for task in trained} == {1}
+
+
+def test_the_greedy_evaluation_is_greedy_and_the_other_is_not(tmp_path, skilled, monkeypatch):
+    """Which rollout becomes which figure, and that each token of the greedy one is the likeliest."""
+    rollouts = watch(monkeypatch, "rollout")
+    model = loop_ppo.make_model(small(), skilled)
+    figures = loop_ppo.evaluate(model, small(eval_episodes=24, worlds=24), "dev")
+    assert len(rollouts) == 2
+    for played, suffix in zip((played for *_, played in rollouts), ("", "_greedy"), strict=True):
+        assert figures[f"return{suffix}"] == pytest.approx(sum(t.total for t in played) / 24)
+        likeliest = []
+        for t in played:
+            with torch.no_grad():
+                best_T = model(torch.tensor([t.ids])).logits[0].argmax(-1)
+            likeliest += [t.ids[c] == best_T[c - 1] for turn in t.turns for c in turn]
+        assert all(likeliest) == (suffix == "_greedy")
+        assert all(t.fate == "ended" for t in played) and [t.task for t in played] == list(range(24))
+
+
+def test_the_temperature_is_that_of_sampling_and_of_scoring(warm):
+    """At temperature 0.5 against a plain forward pass; greedy play takes the likeliest token everywhere."""
+    args = small(temperature=0.5)
+    played = play(warm, args, tasks=[i // 3 for i in range(12)])
+    for t, logp_M in zip(played, logps_of(warm, played, args), strict=True):
+        with torch.no_grad():
+            logp_TV = (warm(torch.tensor([t.ids])).logits[0].double() / 0.5).log_softmax(-1)
+        expected = [logp_TV[c - 1, t.ids[c]].item() for turn in t.turns for c in turn]
+        assert t.logps == pytest.approx(expected, abs=5e-4) and logp_M.tolist() == pytest.approx(
+            expected, abs=5e-4
+        )
+    logits = {"hot": 3.0, "cold": 0.2}
+    spread = {
+        name: len({tuple(t.ids) for t in play(warm, small(temperature=heat), tasks=[0] * 24)})
+        for name, heat in logits.items()
+    }
+    assert spread["hot"] > spread["cold"], "and it is felt"
+    for t in play(warm, small(), tasks=[0, 1, 2], greedy=True):
+        with torch.no_grad():
+            best_T = warm(torch.tensor([t.ids])).logits[0].argmax(-1)
+        assert all(t.ids[c] == best_T[c - 1] for turn in t.turns for c in turn)
+
+
+def test_a_prompt_is_read_once_and_nothing_is_read_again(warm):
+    """Rows, and tokens in a row, of all forward passes: K rollouts share a prompt, turns add themselves."""
+    shapes = []
+    hook = warm.base_model.register_forward_pre_hook(
+        lambda _, args, options: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+    )
+    played = play(warm, small(), tasks=[i // 6 for i in range(24)])
+    hook.remove()
+    prompt = max(t.turns[0].start for t in played)
+    reply = max(len(reply_ids(warm.tokenizer, text)) for t in played for _, text in t.said)
+    different = {Lookup().reset(options={"index": task})[0] for task in range(4)}
+    assert shapes[0] == (len(different), prompt)
+    assert max(tokens for _, tokens in shapes[1:]) <= reply + 2, (
+        "a reply, the end of a cut turn, its last token"
+    )
+    assert shapes[1][0] == 24 and shapes[-1][0] < 24, "those that have ended leave"
+
+
+def test_a_worlds_options_reach_it():
+    args = small(env="apps", world="max_turns=3, max_output=99", worlds=2)
+    for split in ("dev", "train"):
+        worlds = loop_ppo.make_worlds(args, split)
+        assert len(worlds) == 2 and {world.split for world in worlds} == {split}
+        assert {(world.max_turns, world.sandbox.max_output) for world in worlds} == {(3, 99)}
+        for world in worlds:
+            world.close()
+    for wrong in ("flavour=salt", "flavour", "max_turns=many", "max_turns=-1"):
+        with pytest.raises((ValueError, TypeError), match=r"flavour|max_turns|str"):
+            loop_ppo.make_worlds(small(env="apps", world=wrong), "dev")
+
+
+def test_tasks_may_be_played_some_at_a_time(tmp_path, base, monkeypatch):
+    sizes, memory = [], loop_ppo.Memory
+
+    def watched(model, batch):
+        sizes.append(len(batch))
+        return memory(model, batch)
+
+    monkeypatch.setattr(
+        loop_ppo, "evaluate", lambda *_: {"return": 0.0, "return_greedy": 0.0, "success": 0.0}
+    )
+    monkeypatch.setattr(loop_ppo, "Memory", watched)
+    made = watch(monkeypatch, "make_worlds")
+    _, summary = run_of(tmp_path, model=base, iterations=1, worlds=8)
+    assert sizes == [2, 1] and summary["episodes"] == 12
+    assert [len(worlds) for *_, worlds in made] == [8], "worlds are used again, as a server each may be dear"
+
+
+def test_bfloat16_leaves_the_rotary_frequencies_alone(skilled):
+    model = loop_ppo.make_model(small(dtype="bfloat16"), skilled)
+    rotary = model.base_model.rotary_emb
+    assert model.dtype == torch.bfloat16 and rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(rotary.inv_freq, rotary.original_inv_freq)
+
+
+def test_a_run_that_is_stopped_plays_no_test_splits(tmp_path, base, monkeypatch):
+    """Whoever types Ctrl-C does not wait for them; the summary says what is known."""
+    played, update = [], loop_ppo.update
+
+    def evaluated(model, args, split):
+        played.append(split)
+        return {"return": 0.0, "return_greedy": 0.0, "success": 0.0}
+
+    def typed(*args):
+        os.kill(os.getpid(), number)
+        return update(*args)
+
+    monkeypatch.setattr(loop_ppo, "evaluate", evaluated)
+    _, summary = run_of(tmp_path / "whole", model=base, iterations=1)
+    assert played == ["dev", "dev", "test-normal", "test-challenge"] and "test_normal_success" in summary
+    monkeypatch.setattr(loop_ppo, "update", typed)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        played.clear()
+        folder, summary = run_of(tmp_path / number.name, model=base, iterations=3)
+        assert played == ["dev"] and "test_normal_success" not in summary
+        assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 1
+
+
+def test_no_more_logits_than_a_chunk(warm):
+    rows, played = [], play(warm, small())
+    hook = warm.get_output_embeddings().register_forward_hook(
+        lambda *given: rows.append(tuple(given[2].shape))
+    )
+    logps_of(warm, played, small(logit_chunk=5))
+    hook.remove()
+    assert {shape[0] for shape in rows[:-1]} == {5} and all(len(shape) == 2 for shape in rows)
+    assert sum(shape[0] for shape in rows) == sum(len(t.logps) for t in played)
+
+
+def test_updates_need_no_mask_and_expand_no_keys(warm, monkeypatch):
+    """The page says what attention gets: updates allow flash attention, and no token expands keys."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(vocab_size=len(warm.tokenizer), num_hidden_layers=1, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.tokenizer, calls = warm.tokenizer, []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask=None, **options):
+        calls.append((query.shape[2], key.shape[1], attn_mask is None, options["is_causal"]))
+        return plain(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    played = play(model, small())
+    assert {key_heads for _, key_heads, *_ in calls} == {2, 4}, "of a token as they are, of a reply expanded"
+    calls.clear()
+    logps_of(model, played, small())
+    assert {call[1:] for call in calls} == {(2, True, True)}
+
+
+def test_worlds_step_side_by_side(warm):
+    """Two that wait for each other: one after the other they would wait for ever."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Together(Lookup):
+        def step(self, action):
+            if self.turn == 0:
+                both.wait()
+            return super().step(action)
+
+    worlds = [Together(), Together()]  # greedy, so that both turns end with the same token
+    played = play(warm, small(world_threads=2), tasks=[0, 0], worlds=worlds, greedy=True)
+    assert all(t.fate == "ended" and t.turns for t in played)
+
+
+def test_the_habits_are_counted():
+    def rollout_of(*said, terminated=True):
+        t = loop_ppo.Trajectory(0, said=list(said), total=0.5, terminated=terminated, fate="ended")
+        return replace(t, logps=[-1.0] * 3)
+
+    done = "apis.supervisor.complete_task()"
+    nothing = rollout_of((done, "ok"))
+    whole = rollout_of((f"apis.mail.send(to='a')\n{done}", "ok"))
+    gives_up = rollout_of(("apis.mail.send()", "Exception: no"), (done, "done"))
+    assuming = "# I assume a dummy id, assuming it\napis.api_docs.show_api_doc('a')"
+    wordy = rollout_of(("```a```\n```b```", "ok"), (assuming, "ok"), terminated=False)
+    (apps,) = loop_ppo.make_worlds(small(env="apps", worlds=1), "train")
+    figures = loop_ppo.behaviour([nothing, whole, gives_up, wordy], apps)
+    assert figures["habit/no_op"] == 0.25 and figures["rollout/truncated"] == 0.25
+    assert figures["habit/gave_up"] == 0.5, "of those with two turns or more"
+    assert figures["habit/many_cells"] == 1 / 6 and figures["habit/api_docs"] == 0.25
+    assert figures["habit/assum"] == 0.5 and figures["habit/dummy"] == 0.25
+    assert figures["rollout/length"] == 1.5 and figures["rollout/return"] == 0.5
+    assert figures["rollout/tokens"] == 3 and figures["rollout/entropy"] == 1
+    assert not any(tag.startswith("habit/") for tag in loop_ppo.behaviour([nothing], Lookup())), (
+        "they are apps' own"
+    )
+
+
+def test_what_was_played_is_written_down_turn_by_turn(tmp_path, skilled, monkeypatch):
+    """With each turn's reward and the mean log-prob of its tokens, by the sampler."""
+    played, behaviour = [], loop_ppo.behaviour
+    monkeypatch.setattr(loop_ppo, "behaviour", lambda *given: played.extend(given[0]) or behaviour(*given))
+    folder, _ = run_of(tmp_path, iterations=1, model=skilled)
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    of_text = {t.text: t for t in played}
+    for row in rows:
+        t, turns = of_text[row["text"]], row["turns"]
+        assert row["text"].endswith("".join(turn["action"] + turn["reply"] for turn in turns))
+        assert sum(turn["reward"] for turn in turns) == pytest.approx(row["return"]) and len(turns) == len(
+            t.said
+        )
+        first = len(t.turns[0])
+        assert turns[0]["log-prob"] == pytest.approx(sum(t.logps[:first]) / first)
+        assert turns[-1]["log-prob"] == pytest.approx(np.mean(t.logps[-len(t.turns[-1]) :]))
+    assert any(len(row["turns"]) > 1 for row in rows)
+
+
+def test_who_was_dropped_is_written_down_once(tmp_path, skilled, monkeypatch):
+    monkeypatch.setattr(loop_ppo, "has_enough", lambda *_: True)
+    folder, _ = run_of(tmp_path, iterations=1, model=skilled)
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    dropped = results(folder)[0][-1]["rollout/dropped"] * 12
+    assert sum(row["fate"] == "dropped" for row in rows) == round(dropped) > 0
+
+
+# ------------------------------------------------------------------------------------- words and chats
+
+
+def test_a_chat_template_frames_prompts_and_replies(warm):
+    tokenizer = copy.deepcopy(warm.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert loop_ppo.chat_pieces(tokenizer) == ("[user]", "[user]", "<|endoftext|>[assistant]")
+    assert tokenizer.decode(reply_ids(tokenizer, "ann")) == "[user]ann<|endoftext|>[assistant]"
+
+
+def test_a_chat_template_with_another_end_of_turn_is_an_error(warm):
+    """Else turns would not end where the model ends them."""
+    tokenizer = copy.deepcopy(warm.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end_of_turn>{% endfor %}"
+    with pytest.raises(ValueError, match=r"<\|endoftext\|>"):
+        loop_ppo.chat_pieces(tokenizer)
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def run_of(tmp_path, **changes):
+    summary = loop_ppo.main(small(runs=str(tmp_path), **changes))
+    (folder,) = tmp_path.iterdir()
+    return folder, summary
+
+
+def results(folder):
+    """What two runs of the same arguments share, and the last model's weights."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
+    model = folder / "actor" / "model.safetensors"
+    return rows, (folder / "rollouts.jsonl").read_text(), model.read_bytes()
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalise": True, "kl": 0.04, "epochs": 1, "minibatch": 0}])
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, skilled, changes):
+    options = {"model": skilled, "anneal_lr": False} | changes
+    folder, _ = run_of(tmp_path / "whole", iterations=4, **options)
+    half, _ = run_of(tmp_path / "half", iterations=2, eval_every=4, **options)
+    saved = json.loads((half / "args.json").read_text())
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(half), "iterations": 4, "eval_every": 10}))
+    whole, resumed = results(folder), results(half)
+    assert all(
+        max(row.get("update/grad_norm", 0) for row in rows) > 0 for rows in (whole[0][:2], whole[0][2:])
+    ), "it learns"
+    for row in whole[0] + resumed[0]:  # an evaluation at the end of the half run has no part in it
+        for tag in [tag for tag in row if tag.startswith("eval/")]:
+            del row[tag]
+    assert whole == resumed
+
+
+def test_groups_that_all_earned_the_same_are_logged(tmp_path, base):
+    """With one token a turn nobody can answer: every return is 0 and every group filtered."""
+    folder, _ = run_of(tmp_path, model=base, iterations=1, max_action_tokens=1)
+    assert results(folder)[0][-1]["update/filtered"] == 1.0
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path, base):
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests/algorithms')!r}]\n"
+        "import envs, loop_ppo, test_loop_ppo as t\n"
+        "envs.ENVS['lookup'] = envs.Entry('test_loop_ppo:Lookup', 'toy')\n"
+        f"loop_ppo.main(t.small(runs={str(tmp_path)!r}, model={base!r}, iterations=10_000, save_every=1))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        logs = list(tmp_path.glob("*/metrics.jsonl"))
+        if logs and len(logs[0].read_text().splitlines()) > 4:
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (folder,) = tmp_path.iterdir()
+    saved = json.loads((folder / "args.json").read_text())
+    last = torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"]
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": last + 1}))
+    rows, _, _ = results(folder)
+    assert last >= 3 and [row["iteration"] for row in rows] == list(range(last + 2))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed_to_the_bit(tmp_path, skilled):
+    """SIGKILL eight times, anywhere behind the first checkpoint, also while the next one is being written."""
+    sizes = {"model": skilled, "iterations": 12, "eval_every": 2, "save_every": 2}
+    (whole, _), rng, killed = run_of(tmp_path / "whole", **sizes), random.Random(0), []
+    for moment in range(8):
+        args, lines = small(runs=str(tmp_path / str(moment)), **sizes), rng.randrange(3, 12)
+        code = (
+            f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests/algorithms')!r}]\n"
+            "import envs, loop_ppo\n"
+            "envs.ENVS['lookup'] = envs.Entry('test_loop_ppo:Lookup', 'toy')\n"
+            f"loop_ppo.main(loop_ppo.Args(**{vars(args)!r}))\n"
+        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process, deadline = subprocess.Popen([sys.executable, "-c", code], **quiet), time.time() + 300
+        while time.time() < deadline and process.poll() is None:
+            found = list(Path(args.runs).glob("*/metrics.jsonl"))
+            if found and found[0].read_text().count("\n") >= lines:
+                break
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.3)
+        process.kill()
+        process.wait()
+        (folder,) = Path(args.runs).iterdir()
+        killed.append((process.returncode, len(results(folder)[0])))
+        saved = json.loads((folder / "args.json").read_text())
+        loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder)}))
+        assert results(folder) == results(whole), killed
+    assert sum(code == -9 for code, _ in killed) >= 6, killed  # the others had ended before
+    assert len({done for _, done in killed}) > 2, killed
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
+def test_a_checkpoint_that_cannot_be_resumed_is_a_sentence(tmp_path, base, skilled, damage):
+    folder, _ = run_of(tmp_path, model=base, iterations=1)
+    path, saved = folder / "checkpoint.pt", json.loads((folder / "args.json").read_text())
+    if damage == "missing":
+        path.unlink()
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:1000])
+    model = skilled if damage == "other" else base
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be resumed"):
+        loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(folder), "iterations": 2, "model": model}))
+
+
+def test_the_summary_has_the_test_splits(tmp_path, base):
+    folder, summary = run_of(tmp_path, model=base)
+    for split in ("test_normal", "test_challenge"):
+        for key in ("success", "scenarios", "questions", "success_greedy"):
+            assert 0 <= summary[f"{split}_{key}"] <= 1
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_a_world_without_a_checkpoint_says_how_to_make_one():
+    with pytest.raises(ValueError, match=r"no model in .*lookup.*python sft.py --env lookup"):
+        loop_ppo.main(small())
+
+
+def test_every_logged_tag_is_on_the_page_and_the_other_way_round(tmp_path, base):
+    page = (ROOT / "docs" / "loop_ppo.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+/\w+)` \|", page, re.M))
+    folder, _ = run_of(tmp_path / "a", model=base, iterations=1, kl=0.1, min_advantage=0.0)
+    logged = set(results(folder)[0][-1]) | {"time/rollout", "time/update", "time/tokens_per_second"}
+    (apps,) = loop_ppo.make_worlds(small(env="apps", worlds=1), "train")
+    logged |= {f"habit/{name}" for name in apps.habits([])}
+    assert logged - {"iteration"} == listed
+
+
+class Forgetful(Lookup):
+    append_only = False
+
+
+def test_a_world_that_rewrites_its_text_is_an_error():
+    envs.ENVS["forgetful"] = envs.Entry(f"{__name__}:Forgetful", "a toy of the tests")
+    try:
+        with pytest.raises(ValueError, match=r"forgetful.*must only grow"):
+            loop_ppo.main(small(env="forgetful"))
+    finally:
+        del envs.ENVS["forgetful"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--env", "nowhere"], "unknown environment 'nowhere'"),
+        (["--model", "/no/such/folder"], "no model in /no/such/folder"),
+        (["--world", "flavour=salt"], "apps has no option 'flavour'"),
+        (["--resume", "/no/such/run"], "/no/such/run"),
+    ],
+)
+def test_bad_input_is_one_line(options, said):
+    script = ROOT / "loop_ppo.py"
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, script, *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet, timeout=120)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 2 and line.startswith("loop_ppo.py: ") and said in line
+
+
+def test_the_context_is_at_most_what_the_model_reads(tmp_path, base, monkeypatch):
+    rollouts = watch(monkeypatch, "rollout")
+    run_of(tmp_path, model=base, iterations=1, context=100_000)
+    assert {given[4].context for given, *_ in rollouts} == {2048}
+
+
+def test_lora_without_its_package_is_a_sentence(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="pip install peft"):
+        loop_ppo.make_model(small(lora=True), base)
+
+
+def test_loras_rank_and_alpha_are_handed_on(base, monkeypatch):
+    """The paper's alpha is twice its rank; peft itself need not be here."""
+    given, loaded = {}, loop_ppo.load(AutoModelForCausalLM, base, small())
+    monkeypatch.setattr(loop_ppo, "load", lambda *_: loaded)
+    fake = types.SimpleNamespace(LoraConfig=lambda **options: given.update(options))
+    monkeypatch.setitem(sys.modules, "peft", fake)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "add_adapter", lambda self, config: None)
+    loop_ppo.make_model(small(lora=True, lora_rank=8), base)
+    assert (given["r"], given["lora_alpha"]) == (8, 16)
+
+
+@pytest.mark.external
+def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, base):
+    """Only the adapters move; peft itself loads what was saved, and a resumed run goes on with it."""
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    folder, args = base, small(lora=True)
+    model = loop_ppo.make_model(args, base)
+    assert {config.lora_alpha for config in model.peft_config.values()} == {32}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) > 0 and all(
+        "lora" in n for n, p in model.named_parameters() if p.requires_grad
+    )
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    advantages = judged(play(model, args), [1.0] * 6)
+    loop_ppo.update(model, optimizer, advantages, args, np.random.default_rng(0))
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    (tmp_path / "run").mkdir()
+    loop_ppo.save(tmp_path / "run", {"iteration": 1}, {"actor": (model, model.tokenizer)})
+
+    ids = torch.tensor([[5, 6, 7]])
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    before, after = plain(ids).logits, model(ids).logits
+    assert not torch.allclose(before, after, atol=1e-3)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "run" / "actor")
+    assert torch.allclose(loaded(ids).logits, after, atol=1e-5)
+    for name, p in loop_ppo.make_model(replace(args, dtype="bfloat16"), folder).named_parameters():
+        assert p.dtype == (torch.float32 if "lora" in name else torch.bfloat16)
+    played = list(advantages)  # E7 reads the model of the start, which is this one without its adapters
+    start = loop_ppo.start_logps(model, None, played, args)
+    expected = {}
+    for part in loop_ppo.score(AutoModelForCausalLM.from_pretrained(folder).eval(), played, args):
+        expected |= part
+    assert all(torch.allclose(start[t], expected[t], atol=1e-5) for t in played)
+    assert torch.allclose(model(ids).logits, after, atol=1e-5)  # switched on again, and still trained
+    assert [p for p in model.parameters() if p.requires_grad] == trained
+    options = {"model": folder, "lora": True, "anneal_lr": False}
+    whole, _ = run_of(tmp_path / "whole", iterations=2, **options)
+    half, _ = run_of(tmp_path / "half", iterations=1, **options)
+    saved = json.loads((half / "args.json").read_text())
+    loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(half), "iterations": 2}))
+    weights = [(run / "actor" / "adapter_model.safetensors").read_bytes() for run in (whole, half)]
+    assert weights[0] == weights[1]
+    assert (half / "checkpoint.pt").stat().st_size < 3 * len(weights[0]) + 200_000, (
+        "adapters, not the whole model"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_toy_world_is_solved(tmp_path, seed):
+    """LOOP learns always to look and to say what it saw; what it starts from does so four times in ten."""
+    dialogues = Lookup().demonstrations(3000, seed)
+    model = str(taught_model(dialogues, 64, 6, tmp_path / "start"))
+    options = {"model": model, "eval_episodes": 0, "minibatch": 32, "worlds": 96, "eval_every": 40}
+    summary = loop_ppo.main(
+        small(runs=str(tmp_path), seed=seed, iterations=40, tasks=16, rollouts=6, **options)
+    )
+    assert summary["eval_success"] > summary["warm_start_return"] + 0.25
+    assert summary["eval_return_greedy"] > 0.95
+
+
+class Chatter(Lookup):
+    """The same, two turns long; each earns its letters, so that returns differ, whatever a model says."""
+
+    max_turns, max_action_chars = 2, 200
+
+    def step(self, action):
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, float(len(info["action"])), terminated, truncated, info
+
+
+@pytest.mark.external
+def test_a_real_model_is_trained_in_its_chat_template(tmp_path, smollm, monkeypatch):
+    """SmolLM2-135M-Instruct, an iteration; then what was saved, by transformers alone.
+
+    The sampler's log-probs are those of the scorer, and of a plain forward pass.
+    """
+    monkeypatch.setitem(envs.ENVS, "chatter", envs.Entry(f"{__name__}:Chatter", "a toy of the tests"))
+    rollouts = watch(monkeypatch, "rollout")
+    sizes = {"iterations": 1, "tasks": 2, "rollouts": 2, "worlds": 4, "max_action_tokens": 8}
+    sizes |= {"epochs": 1, "minibatch": 0, "eval_episodes": 1, "lr": 1e-5}
+    run, _ = run_of(tmp_path, env="chatter", model=str(smollm), **sizes)
+
+    (run / "checkpoint.pt").unlink()  # 2 GB, which pytest would keep
+    _, row = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert row["update/sampler_gap"] < 1e-4 and row["update/grad_norm"] > 0
+    model, start = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "actor", smollm))
+    for now, old in zip(model.parameters(), start.parameters(), strict=True):
+        assert not torch.equal(now, old) and torch.allclose(now, old, atol=1e-4)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "actor")
+    (played,) = [result for _, named, result in rollouts if named.get("may_drop")]
+    for t in played:
+        plain = plain_logps(start, t)
+        assert max(abs(a - b) for a, b in zip(t.logps, plain, strict=True)) < 1e-4
+        prompt, _ = Chatter().reset(options={"index": t.task})
+        chat = [{"role": "user", "content": prompt}]
+        for turn, (_, reply) in zip(t.turns, t.said, strict=True):
+            said = tokenizer.decode(t.ids[turn.start : turn.stop]).removesuffix(tokenizer.eos_token)
+            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
+        expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(t.ids) == expected
+        assert f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" in expected
+    assert max(len(t.turns) for t in played) == 2
+
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    said = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(said)

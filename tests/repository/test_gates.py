@@ -1,0 +1,951 @@
+"""What holds for every script and for README. A new script is tested here by lying where SCRIPTS looks."""
+
+import ast
+import fnmatch
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tokenize
+import tomllib
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import fake_scienceworld
+import pytest
+import safetensors.torch
+
+import envs
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py")])
+SOURCES = [
+    *SCRIPTS,
+    *sorted(ROOT.glob("multigpu/*.py")),
+    *sorted(ROOT.glob("envs/**/*.py")),
+    *sorted(ROOT.glob("benchmarks/*.py")),
+]
+MAX_LINES = {  # of a script by its name, else by its folder; at MAX_COLUMNS
+    "archer.py": 600,
+    "archer_offline_iql.py": 560,
+    "loop_ppo.py": 660,
+    "lge_drrn.py": 600,
+    "guide_simcse.py": 600,
+    "sft.py": 450,
+    "baselines": 450,
+    "multigpu": 700,
+}
+MAX_COLUMNS = 110
+MIN_COMMENTS = 0.10
+OPTIONAL = ["peft"]  # imported where a switch asks for them; a script says in one line if they are missing
+RUNS_CODE = ["sandbox_child.py"]  # that of agents, which is what it is for; tests/sandbox/test_sandbox.py
+BROUGHT_ALONG = ["tokenizers"]  # packages that a listed one is of no use without: transformers
+SECTIONS = [
+    "arguments",
+    "data: turns, trajectories, replay",
+    "the maths: pure functions",
+    "models",
+    "rollouts",
+    "updates",
+    "evaluation",
+    "save and resume",
+    "training",
+]
+GROUPS = ["run", "model", "data", "algorithm", "evaluation"]  # of arguments, in the help
+RUN_FILES = ["args.json", "metrics.jsonl", "summary.json", "checkpoint.pt"]
+COST = "seconds cpu_seconds peak_memory_mb seed commit"
+SUMMARY = f"warm_start_return eval_return eval_return_greedy eval_success episodes {COST}"
+
+# What is another in a script: its world, what its summary has, where it shows what it does.
+LGE = ("guide_simcse", "lge_drrn")
+WORLD = defaultdict(
+    lambda: "twenty-questions-subset", dict.fromkeys(LGE, "scienceworld") | {"loop_ppo": "apps"}
+)
+GUIDE_SUMMARY = (
+    "eval_rsr50 eval_rsr20 eval_rsr10 eval_map eval_gar eval_gar_percent eval_garr untrained_rsr50 pairs"
+)
+LGE_SUMMARY = " ".join(
+    f"eval_{x}_{name}" for x in ("dev", "test") for name in ("score", "success", "failure")
+)
+SUMMARIES = defaultdict(
+    lambda: SUMMARY,
+    {
+        "archer": f"{SUMMARY} iteration",
+        "archer_offline_iql": f"{SUMMARY} best_return",
+        "guide_simcse": f"{GUIDE_SUMMARY} {COST}",
+        "lge_drrn": f"{LGE_SUMMARY} episodes updates steps {COST}",
+    },
+)
+SAMPLES = defaultdict(lambda: "rollouts.jsonl", {"guide_simcse": "rankings.jsonl"})
+
+# What makes a run small: each script gets those that it has, and behind them its own, so that all is logged.
+TINY = {
+    "iterations": 2,
+    "rollouts": 4,
+    "tasks": 2,
+    "dataset_size": 32,
+    "demonstrations": 8,
+    "drills": 4,
+    "epochs": 2,
+    "critic_updates": 2,
+    "critic_batch": 4,
+    "critic_pool": 8,
+    "actor_updates": 1,
+    "actor_batch": 4,
+    "warmup": 0,
+    "batch": 4,
+    "eval_episodes": 4,
+    "width": 32,
+    "layers": 1,
+    "max_action_tokens": 6,
+    "threads": 1,
+    "encoder": "tiny",
+    "updates": 2,
+    "descriptions": 4,
+    "pairs": 2,
+    "worlds": 2,
+    "steps": 8,
+    "step_limit": 4,
+    "log_every": 4,
+    "eval_every": 4,
+    "save_every": 2,
+    "vocabulary_steps": 2,
+}
+OWN = defaultdict(dict)
+OWN["loop_ppo"] = {"worlds": 8, "kl": 0.1, "min_advantage": 0, "epochs": 1, "eval_episodes": 9}
+
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+each_source = pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def comments_of(path: Path) -> list[tuple[int, str]]:
+    """(line, text) of every comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+
+
+def args_of(path: Path) -> dict[str, str | None]:
+    """The fields of the script's class Args, with the text below each or the comment behind it: its help."""
+    body = next(
+        node for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name == "Args"
+    ).body
+    behind = {line: text.lstrip("# ") for line, text in comments_of(path)}
+    fields = {}
+    for node, below in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            fields[node.target.id] = below.value.value if is_text else behind.get(node.end_lineno)
+    return fields
+
+
+def metrics_of(script: Path) -> dict[str, str]:
+    """The rows of the metrics table on the script's page: what a tag means."""
+    page = (ROOT / "docs" / f"{script.stem}.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+/\w+)` \| (.+) \|$", page, re.M)
+    assert len(rows) == len(dict(rows)), "a tag is explained twice"
+    return dict(rows)
+
+
+def tiny(script: Path, model: Path | None = None) -> list[str]:
+    """Arguments that make a run small, and the checkpoint that it starts from, if the script takes one."""
+    known = args_of(script)
+    options = {name: value for name, value in (TINY | OWN[script.stem]).items() if name in known}
+    for name in {"actor", "model"} & set(known) if model else ():
+        options[name] = model
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def data_of(script: Path, folder: Path) -> list[str]:
+    """Options for a script that learns from files of its own: small ones, in `folder`."""
+    if script.stem != "guide_simcse":
+        return []
+    from test_guide_simcse import to_file, toy_eval, toy_records
+
+    folder.mkdir(exist_ok=True)
+    train = to_file(folder / "guide_train_20_3.jsonl.gz", toy_records())
+    return ["--train-data", train, "--eval-data", to_file(folder / "guide_dev_1.jsonl.gz", toy_eval())]
+
+
+def skip_without_world(script: Path) -> None:
+    """A world may need a package or a file that this machine lacks. The guide needs none, its explorer has
+    the house of fake_scienceworld.py."""
+    if script.stem not in LGE and (problem := envs.missing(WORLD[script.stem])):
+        pytest.skip(problem)
+
+
+def needs_house(script: Path) -> bool:
+    return script.stem == "lge_drrn" and envs.missing("scienceworld") is not None
+
+
+def command_of(script: Path) -> list[str | Path]:
+    return [sys.executable, *(["-m", "tests.fake_scienceworld"] if needs_house(script) else []), script]
+
+
+def run(*command, cwd: Path = ROOT, stdin: str = "", timeout: int = 240) -> subprocess.CompletedProcess:
+    """A command that must not need the network, on one thread so that tests and trainings get along."""
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run(
+        list(map(str, command)),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | quiet,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def make_checkpoint(world: str, folder: Path) -> Path:
+    """A tiny Llama with random weights, and a tokenizer for what is said in a world, as sft.py saves them."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = [
+        text for d in envs.make(world).demonstrations(8, 0) for text in (d["observations"][-1], *d["actions"])
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = "<|endoftext|>"
+    options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **options)
+    tokenizer.train_from_iterator(texts, trainer)
+    ends = {"eos_token": special, "pad_token": special}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes |= {"max_position_embeddings": 4096, "tie_word_embeddings": True}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """script -> the folder of a tiny checkpoint for its world; None where it needs none."""
+    made = {}
+
+    def folder_of(script: Path) -> Path | None:
+        if script.stem in LGE:
+            return None
+        world = WORLD[script.stem]
+        if world not in made:
+            made[world] = make_checkpoint(world, tmp_path_factory.mktemp("checkpoint") / world)
+        return made[world]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory, checkpoint):
+    """script -> folder of its run of two iterations, which is made once."""
+    finished = {}
+
+    def folder_of(script: Path) -> Path:
+        skip_without_world(script)
+        if script not in finished:
+            runs = tmp_path_factory.mktemp("runs")
+            options = ["--env", WORLD[script.stem], "--seed", "3", "--runs", runs]
+            options += tiny(script, checkpoint(script)) + data_of(script, tmp_path_factory.mktemp("data"))
+            finished[script] = runs, run(*command_of(script), *options)
+        runs, result = finished[script]
+        assert result.returncode == 0, result.stderr[-3000:]
+        (folder,) = runs.iterdir()
+        return folder
+
+    return folder_of
+
+
+def test_there_are_scripts():
+    assert ROOT / "archer.py" in SCRIPTS
+
+
+# --------------------------------------------------------------------------------------- the text
+
+
+@each_script
+def test_equations_and_deviations_stand_where_they_must(script):
+    """E in the docstring, at its code and in a test of the script; D in the docstring and at its code."""
+    tree = tree_of(script)
+    declared = set(re.findall(r"\b[ED]\d+\b", ast.get_docstring(tree)))
+    marked = set(re.findall(r"\b[ED]\d+\b", " ".join(text for _, text in comments_of(script))))
+    tests = [path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")]
+    tests = " ".join(
+        text for text in tests if re.search(rf"^\s*(import|from) .*\b{script.stem}\b", text, re.M)
+    )
+    assert any(id.startswith("E") for id in declared)
+    assert declared - marked == set(), "in the docstring, but not in a comment at the code"
+    assert marked - declared == set(), "in a comment, but not in the docstring"
+    assert {
+        id for id in declared if id[0] == "E" and not re.search(rf"(?<![A-Za-z0-9]){id}(?!\d)", tests)
+    } == set(), "in no test"
+
+
+@each_script
+def test_sections_have_the_usual_titles_in_the_usual_order(script):
+    banners = [re.fullmatch(r"# -{10,} (\d)\. (.+)", text) for _, text in comments_of(script)]
+    found = [(int(banner[1]), banner[2]) for banner in banners if banner]
+    assert found and found == [(n, title) for n, title in enumerate(SECTIONS, 1) if (n, title) in found]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *ROOT.glob("multigpu/*.py")], ids=lambda path: path.name)
+def test_length(script):
+    limit = MAX_LINES.get(script.name) or MAX_LINES[script.parent.name]
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+@each_source
+def test_width(source):
+    lines = source.read_text(encoding="utf-8").splitlines()
+    assert [n for n, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS] == []
+
+
+@each_script
+def test_share_of_comments(script):
+    lines = script.read_text(encoding="utf-8").splitlines()
+    explained = {line for line, _ in comments_of(script)}
+    for node in ast.walk(tree_of(script)):
+        if isinstance(node, ast.Expr) and isinstance(
+            node.value, ast.Constant
+        ):  # docstrings and helps of arguments
+            explained |= set(range(node.lineno, node.end_lineno + 1))
+    assert len(explained) >= MIN_COMMENTS * len(lines)
+
+
+@each_source
+def test_nothing_is_left_undone_and_nothing_runs_foreign_code(source):
+    text = source.read_text(encoding="utf-8")
+    forbidden = (
+        r"\b(TODO|FIXME|XXX|NotImplementedError|pickle|cPickle|dill|joblib)\b|trust_remote_code\s*=\s*True"
+    )
+    assert re.findall(forbidden, text) == []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert options.get("weights_only") == "True", (
+                f"line {node.lineno}: torch.load without weights_only=True"
+            )
+        runs_code = isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "compile")
+        assert not runs_code or source.name in RUNS_CODE
+
+
+def is_false(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def careless_loads(tree: ast.Module) -> list[int]:
+    """Lines that call from_pretrained without trust_remote_code=False, there or in a dict handed on."""
+    safe = set()  # names of dicts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            items = zip(node.value.keys, node.value.values, strict=True)
+            if any(
+                isinstance(k, ast.Constant) and k.value == "trust_remote_code" and is_false(v)
+                for k, v in items
+            ):
+                safe |= {ast.unparse(target) for target in node.targets}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained":
+            options = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+            handed_on = {ast.unparse(keyword.value) for keyword in node.keywords if not keyword.arg}
+            if not (is_false(options.get("trust_remote_code")) or handed_on & safe):
+                found.append(node.lineno)
+    return found
+
+
+@each_source
+def test_no_model_brings_code_of_its_own(source):
+    assert careless_loads(tree_of(source)) == []
+
+
+def test_a_careless_load_is_seen():
+    said = "o = {'trust_remote_code': False}\nA.from_pretrained(x, **o)\n"
+    said += "A.from_pretrained(x, trust_remote_code=False)"
+    assert careless_loads(ast.parse(said)) == []
+    assert careless_loads(ast.parse(said.replace("False", "True"))) == [2, 3]
+    assert careless_loads(ast.parse("A.from_pretrained(x)\nA.from_pretrained(x, **o)")) == [1, 2]
+
+
+# ------------------------------------------------------------------------------------ the imports
+
+
+def listed_packages() -> dict[str, str]:
+    """The packages of requirements.txt by name, each with its whole line."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return {re.match(r"[\w-]+", line)[0]: line for line in lines if line and not line.startswith("#")}
+
+
+@each_script
+def test_imports_nothing_but_listed_packages_and_envs(script):
+    """So that it can be taken away with nothing but envs/ beside it."""
+    imported = set()
+    for node in ast.walk(tree_of(script)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            imported.add(node.module.split(".")[0])
+    allowed = {*listed_packages(), *BROUGHT_ALONG, *OPTIONAL, "envs"}
+    assert imported - sys.stdlib_module_names - allowed == set()
+
+
+@each_script
+def test_importing_does_nothing(script, tmp_path):
+    for node in tree_of(script).body:
+        is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+        assert is_main or is_text or isinstance(node, kinds), (
+            f"line {node.lineno} does something when imported"
+        )
+
+    # Its packages first, as they take seconds: what remains is the script itself.
+    code = (
+        f"import sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(script.parent)!r}]\n"
+        "import gymnasium, numpy, tokenizers, torch, torch.utils.tensorboard, transformers, tyro\n"
+        "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast\n"
+        "from transformers import BertConfig, LlamaConfig\n"
+        "before = torch.get_num_threads(), torch.get_rng_state().tolist(), time.perf_counter()\n"
+        f"module = __import__({script.stem!r})\n"
+        "assert time.perf_counter() - before[2] < 5\n"
+        "assert (torch.get_num_threads(), torch.get_rng_state().tolist()) == before[:2]\n"
+        "assert callable(module.main) and module.Args()\n"
+    )
+    result = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------- the copies
+
+
+def functions_of(tree: ast.Module) -> dict[str, str]:
+    """The syntax of every function by its name, "Class.function" for those of classes."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.dump(node)
+        elif isinstance(node, ast.ClassDef):
+            functions = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+            found |= {f"{node.name}.{inner.name}": ast.dump(inner) for inner in functions}
+    return found
+
+
+def unwaived(scripts: dict[str, ast.Module], waivers: dict[str, dict]) -> list[str]:
+    """What is wrong with the copies: a difference without a waiver, or a waiver without a difference."""
+    copies = defaultdict(dict)
+    for script, tree in scripts.items():
+        for name, syntax in functions_of(tree).items():
+            copies[name][script] = syntax
+
+    problems = []
+    for name, by_script in copies.items():
+        waived = set(waivers.get(name, {}).get("scripts", []))
+        usual = {script: syntax for script, syntax in by_script.items() if script not in waived}
+        if len(set(usual.values())) > 1:
+            problems.append(f"{name} differs between {', '.join(usual)}")
+    for name, waiver in waivers.items():
+        by_script = copies.get(name, {})
+        if not waiver.get("reason", "").strip():
+            problems.append(f"the waiver of {name} gives no reason")
+        for script in waiver["scripts"]:
+            if Counter(by_script.values())[by_script.get(script)] != 1 or len(by_script) < 2:
+                problems.append(f"the waiver of {name} in {script} is not needed")
+    return problems
+
+
+def test_functions_of_one_name_are_one_function():
+    waivers = tomllib.loads((ROOT / "tests/waivers.toml").read_text(encoding="utf-8"))
+    assert unwaived({str(path.relative_to(ROOT)): tree_of(path) for path in SCRIPTS}, waivers) == []
+
+
+def test_the_comparison_of_copies_sees_what_it_should():
+    parse = ast.parse
+    one = "def f(x):\n    return x  # a comment is free"
+    scripts = {
+        "a.py": parse(one),
+        "b.py": parse("def f(x):\n  return x"),
+        "c.py": parse("def f(x):\n  return -x"),
+    }
+    waiver = {"f": {"scripts": ["c.py"], "reason": "the sign is the algorithm"}}
+    assert unwaived(scripts, {}) == ["f differs between a.py, b.py, c.py"]
+    assert unwaived(scripts, waiver) == []
+    assert unwaived(scripts, {"f": {"scripts": ["c.py"]}}) == ["the waiver of f gives no reason"]
+    assert unwaived({"a.py": scripts["a.py"], "c.py": scripts["a.py"]}, waiver) == [
+        "the waiver of f in c.py is not needed"
+    ]
+    methods = {
+        "a.py": parse("class C:\n  def f(self): return 1"),
+        "b.py": parse("class C:\n  def f(self): return 2"),
+    }
+    assert unwaived(methods, {}) == ["C.f differs between a.py, b.py"]
+
+
+# ---------------------------------------------------------------------------------- the command line
+
+
+@each_script
+def test_help_explains_every_argument(script):
+    fields = args_of(script)
+    assert [name for name, text in fields.items() if not (text and text.strip())] == []
+    result = run(sys.executable, script, "--help")
+    assert result.returncode == 0 and result.stderr == ""
+    assert re.findall(r"(\w+) options [ ─]", result.stdout) == GROUPS
+    said = re.sub(r"[│\s]+", " ", result.stdout)
+    for name, text in fields.items():
+        assert f"--{name.replace('_', '-')} " in said.replace(",", " ") and " ".join(text.split()) in said, (
+            name
+        )
+
+
+@each_script
+def test_an_unknown_world_is_one_line(script, tmp_path):
+    result = run(sys.executable, script, "--env", "nowhere", "--runs", tmp_path / "runs")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1 and "nowhere" in result.stderr
+    assert not (tmp_path / "runs").exists(), "nothing is half-written"
+
+
+@each_script
+def test_a_run_of_two_iterations(script, tiny_run):
+    folder = tiny_run(script)
+    assert re.fullmatch(rf"{WORLD[script.stem]}__{script.stem}__3__\w[\w-]*", folder.name)
+    assert [name for name in [*RUN_FILES, SAMPLES[script.stem]] if not (folder / name).exists()] == []
+    assert list(folder.glob("events.out.tfevents.*"))
+
+    arguments = json.loads((folder / "args.json").read_text())
+    assert set(arguments) == set(args_of(script)) and arguments["seed"] == 3
+    summary = json.loads((folder / "summary.json").read_text())
+    keys = set(SUMMARIES[script.stem].split())
+    assert keys - set(summary) == set()
+    beyond = {key for key in set(summary) - keys if not key.startswith(("warm_start_", "eval_", "test_"))}
+    assert beyond == set()
+    figures = [summary[key] for key in set(summary) - {"commit"}]
+    assert all(isinstance(figure, int | float) and abs(figure) < 1e9 for figure in figures)
+    assert summary["seed"] == 3 and isinstance(summary["commit"], str)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) >= 2
+    assert [json.loads(line) for line in (folder / SAMPLES[script.stem]).read_text().splitlines()]
+
+
+@each_script
+def test_the_metrics_table_of_the_page_has_what_is_logged_and_nothing_else(script, tiny_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, metrics = tiny_run(script), metrics_of(script)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = {tag for row in rows for tag in row} - {"iteration"}
+    tags = EventAccumulator(str(folder)).Reload().Tags()
+    assert logged - set(metrics) == set(), "logged, but not on the page"
+    assert set(metrics) - logged == set(), "on the page, but not logged"
+    assert set(tags["scalars"]) == logged, "TensorBoard has the same"
+    assert tags["tensors"] == ["args/text_summary"], "with which arguments it ran stands beside its curves"
+    assert [tag for tag, meaning in metrics.items() if len(meaning) < 10] == []
+
+
+# ----------------------------------------------------------------------------------------- README
+
+# (start of a command, arguments that make it small, what is typed); the first that fits is taken
+HOW_TO_RUN = [
+    ("python archer.py --help", "", ""),
+    ("python archer.py --resume", "", ""),
+    ("python archer.py", "TINY", ""),
+    ("python archer_offline_iql.py --resume", "", ""),
+    ("python archer_offline_iql.py", "TINY", ""),
+    ("python sft.py --resume", "", ""),
+    ("python sft.py", "TINY", ""),
+    ("python guide_simcse.py --resume", "", ""),
+    ("python guide_simcse.py", "TINY", ""),
+    ("python lge_drrn.py", "TINY", ""),
+    ("python loop_ppo.py --resume", "", ""),
+    ("python loop_ppo.py", "TINY", ""),
+    ("python benchmarks/apps.py", "--turns 20 --worlds 1", ""),
+    ("python benchmarks/guide_rank.py", "", ""),
+    ("python benchmarks/loop_memory.py", "", ""),
+    ("python benchmarks/loopholes.py", "", ""),
+    ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
+    ("python benchmarks/loop_table.py", "--quick", ""),
+    ("python benchmarks/table1.py", "--quick --seeds 1", ""),
+    ("python benchmarks/theory_fpe.py", "--quick", ""),
+    ("python benchmarks/lge.py", "--quick --tasks T12", ""),
+    ("python benchmarks/scienceworld_speed.py", "--worlds 1 --steps 2 --warm-up 2", ""),
+    ("python benchmarks/knowledge.py", "", ""),
+    ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --max-action-tokens 4", ""),
+    ("python -m envs.play twenty-questions --agent", "", "No.\nc\n"),
+    ("python -m envs.play", "--index 11", "Is it a dog?\n"),
+    ("python benchmarks/plot.py", "", ""),
+    ("python -m envs.view", "", ""),
+    ("python -m envs", "", ""),
+    ("python -m pytest", "--collect-only -q tests/worlds/test_apps.py", ""),
+    ("python tests/copies.py", "", ""),
+    ("tensorboard", "--inspect", ""),
+    ("mkdir", "", ""),
+    ("cp", "", ""),
+]
+NOT_HERE = {  # part of a command: what it needs that no test has
+    "appworld": "AppWorld's own virtual environment and data",
+    "detective": "a copy of detective.z5",
+    "bert-base-uncased": "the weights of BERT",
+    "--train-variations 0": "all of ScienceWorld's variations, which take hours to make",
+}
+if not importlib.util.find_spec("textarena"):
+    NOT_HERE["textarena"] = "the package textarena"
+# What installs needs the network, and the test of that is .ci/run.
+PROGRAMS = ("python archer", "python loop", "python lge", "python guide", "python sft", "python benchmarks/")
+PROGRAMS += ("python -m ", "python tests/", "tensorboard ", "mkdir ", "cp ")
+
+
+def commands_of(page: Path) -> list[str]:
+    """Every command of a page's sh blocks, in order: lines (a backslash joins two), split at "&&"."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    commands = [part.strip() for line in lines for part in line.split(" && ")]
+    return list(dict.fromkeys(command for command in commands if command.startswith(PROGRAMS)))
+
+
+README = commands_of(ROOT / "README.md")
+DOCS = [
+    pytest.param(page.name, command, id=f"{page.name}-{command}", marks=pytest.mark.slow)
+    for page in sorted(ROOT.glob("docs/*.md"))
+    for command in commands_of(page)
+    if command not in README
+]
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory, tiny_run, checkpoint):
+    """A copy of the repository with a finished run, runs/RUN, and small models where the README has names.
+
+    The ready-made checkpoints are tiny ones, too.
+    """
+    import torch
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaModel
+
+    folder = tmp_path_factory.mktemp("clone") / "turnrl"
+    ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "venv")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    for world in ("twenty-questions", "guess-my-city", "mini-detective", "webshop", "apps"):
+        shutil.rmtree(folder / "checkpoints" / world, ignore_errors=True)
+        make_checkpoint(world, folder / "checkpoints" / world)
+    run_folder = tiny_run(ROOT / "archer.py")
+    shutil.copytree(run_folder, folder / "runs" / "RUN")
+    shutil.copy(run_folder / "rollouts.jsonl", folder / "data.jsonl")
+    if not envs.missing("scienceworld"):
+        guide_folder = tiny_run(ROOT / "guide_simcse.py")
+        shutil.copytree(guide_folder, folder / "runs" / guide_folder.name)
+    example = re.search(r"```python\n(.*?)```", (ROOT / "docs/your_world.md").read_text(), re.S)[1]
+    (folder / "mine").mkdir()
+    (folder / "mine/my_world.py").write_text(example)
+    _, _, _, ranked = data_of(ROOT / "guide_simcse.py", folder / "data")
+    from test_guide_simcse import to_file, toy_eval
+
+    named = {"task2": "find-plant"}  # which a command of README asks for
+    to_file(Path(ranked), [row | {"task": named.get(row["task"], row["task"])} for row in toy_eval()])
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(run_folder / "actor")
+    sizes = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2Config(n_positions=1024, n_embd=16, n_layer=1, n_head=2, **sizes)
+    sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    roberta = RobertaConfig(max_position_embeddings=514, **sizes)
+    for name, model in {"gpt2": GPT2LMHeadModel(gpt2), "roberta-base": RobertaModel(roberta)}.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def run_small(command: str, clone: Path, tiny_run) -> None:
+    """Runs a printed command in the clone, made small; it must end well."""
+    import torch
+
+    ways = [(extra, typed) for start, extra, typed in HOW_TO_RUN if command.startswith(start)]
+    assert ways, f"say in HOW_TO_RUN how to make {command!r} small"
+    extra, typed = ways[0]
+    guides = [str(path) for path in clone.glob("runs/*guide_simcse*/guide")]
+    command = command.replace("SEED", "1").replace("GUIDE", (guides or ["none"])[0])
+    words = shlex.split(command, comments=True)
+    if problem := envs.missing("scienceworld") if re.search("lge|guide_rank|scienceworld", command) else None:
+        pytest.skip(problem)
+    words += tiny(ROOT / words[1]) if extra == "TINY" else shlex.split(extra)
+    if "--resume" in words and words[1] != "archer.py":
+        own = clone / "runs" / words[1]  # RUN is one of archer.py
+        shutil.copytree(tiny_run(ROOT / words[1]), own, dirs_exist_ok=True)
+        words[words.index("--resume") + 1] = str(own)
+    if "cuda" in words and not torch.cuda.is_available():
+        words += ["--device", "cpu"]
+    beside = Path(sys.executable).parent / words[0]
+    words[0] = sys.executable if words[0] == "python" else str(beside) if beside.exists() else words[0]
+    if words[0].endswith("cp"):  # the command before it may have run in another worker, in another clone
+        (clone / words[-1]).mkdir(exist_ok=True)
+    result = run(*words, cwd=clone, stdin=typed)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", README)
+def test_every_command_of_the_readme_runs(command, clone, tiny_run):
+    run_small(command, clone, tiny_run)
+
+
+@pytest.mark.parametrize("page, command", DOCS)
+def test_every_command_of_the_pages_runs(page, command, clone, tiny_run):
+    for start, reason in NOT_HERE.items():
+        if start in command:
+            pytest.skip(f"it needs {reason}")
+    run_small(command, clone, tiny_run)
+
+
+def test_the_map_of_the_files_is_true():
+    """docs/files.md names every source file but tests, and no file that is not there."""
+    text = (ROOT / "docs/files.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w*]+\.(?:py|toml|html|md|jsonl|svg)\b", text))
+    written = {"test_SCRIPT*.py", "test_WORLD.py"}  # for many
+    folders = [ROOT / name for name in ("envs", "tests", "benchmarks", "docs", "checkpoints")]
+    there = [path.name for path in ROOT.iterdir()]
+    there += [path.name for folder in folders for path in folder.rglob("*")]
+    assert [name for name in named - written if not fnmatch.filter(there, name)] == []
+    sources = {path.name for path in SOURCES} | {path.name for path in ROOT.glob("docs/*.md")}
+    assert sources - named == set()
+
+
+def test_the_readmes_python_runs(clone):
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    (clone / "snippet.py").write_text(code)
+    result = run(sys.executable, "snippet.py", cwd=clone)
+    assert result.returncode == 0 and result.stdout.startswith("Questions:\n"), result.stderr[-2000:]
+
+
+def test_the_readme_has_the_two_commands_on_one_line_each():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    first, second = [line for line in lines if line.startswith("python3 -m venv")]
+    assert first.endswith(" && python archer.py --env twenty-questions") and second.endswith(
+        " && python -m pytest"
+    )
+    assert first.rpartition(" && ")[0] == second.rpartition(" && ")[0], "both install the same"
+
+
+def test_no_number_is_left_open():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    assert [page.name for page in pages if "@@" in page.read_text(encoding="utf-8")] == []
+
+
+def test_the_lock_pins_what_is_required():
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lock if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    names = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
+    assert {name.lower() for name in listed_packages()} <= names
+
+
+# ----------------------------------------------------------------------------- killed, stopped, gone on with
+
+
+def start(script: Path, model: Path | None, runs: Path, lines: int, every: int) -> subprocess.Popen:
+    """The script as a program of its own, tiny but for the number of lines of metrics that it will write.
+
+    A checkpoint comes with `every` of them.
+    """
+    skip_without_world(script)
+    if needs_house(script):
+        pytest.skip("needs Java; without it tests/algorithms/test_lge_drrn.py stops and resumes runs, faster")
+    options = ["--env", WORLD[script.stem], "--runs", str(runs), *tiny(script, model)]
+    options += map(str, data_of(script, runs.parent / "data"))
+    known = args_of(script)
+    if "iterations" in known:
+        sizes = {
+            "iterations": lines,
+            "save-every": every,
+            "eval-every": lines if "save_every" in known else every,
+        }
+    elif "steps" in known:  # a line of each, an evaluation and a checkpoint of some
+        sizes = {"steps": lines, "log-every": 1, "eval-every": every}
+    else:  # two updates an epoch; it writes a line with every checkpoint
+        sizes = {"epochs": lines, "save-every": 2}
+    options += [
+        word
+        for name, value in sizes.items()
+        if name.replace("-", "_") in known
+        for word in (f"--{name}", str(value))
+    ]
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, str(script), *options], cwd=ROOT, env=quiet, text=True, **pipes)
+
+
+START = '{"iteration": 0,'  # of the line that some scripts write of the evaluation before the first iteration
+
+
+def wait_for_lines(runs: Path, n: int, process) -> Path:
+    """The run's folder, once its metrics have lines of `n` iterations."""
+    deadline = time.time() + 300  # a world of Java processes starts slowly where others work, too
+    while time.time() < deadline and process.poll() is None:
+        found = list(runs.glob("*/metrics.jsonl"))
+        lines = found[0].read_text().splitlines() if found else []
+        if len([line for line in lines if not line.startswith(START)]) >= n:
+            return found[0].parent
+        time.sleep(0.005)
+    raise AssertionError(f"no {n} lines; exit code {process.poll()}, {process.stderr.read()[-2000:]}")
+
+
+def figures_of(run: Path) -> list[dict]:
+    """What the run has logged, but for what a clock measured."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
+
+
+@each_script
+def test_killed_and_resumed_to_the_bit(script, checkpoint, tmp_path):
+    """SIGKILL some iterations behind a checkpoint: what came after that is done again, to the bit."""
+    if script.stem in ("sft", "guide_simcse"):
+        pytest.skip(f"tests/algorithms/test_{script.stem}.py kills and resumes it, at moments that suit it")
+    # Where checkpoints come with evaluations, behind which all worlds begin anew, both runs have the same.
+    every = 6 if "save_every" in args_of(script) else 3
+    whole = start(script, checkpoint(script), tmp_path / "whole", 6, every)
+    process = start(script, checkpoint(script), tmp_path / "killed", 6, 3)
+    folder = wait_for_lines(tmp_path / "killed", 4, process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (folder / "summary.json").exists()
+    (folder / "checkpoint.tmp").write_bytes(b"half")  # as if it had been writing one
+    if script.stem not in LGE:
+        (folder / "actor.tmp").mkdir(exist_ok=True)
+    result = run(sys.executable, script, "--resume", folder)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (whole.communicate()[1], whole.returncode) == ("", 0)
+    (other,) = (tmp_path / "whole").iterdir()
+    assert figures_of(folder) == figures_of(other)
+    assert len([row for row in figures_of(folder) if row["iteration"] > 0]) == 6
+    name = SAMPLES[script.stem]
+    assert (folder / name).read_text() == (other / name).read_text()
+    assert not list(folder.rglob("*.tmp"))
+
+
+def one_line(script: Path, capsys, *options) -> str:
+    """What the command line says when it refuses to run: a line, and exit code 2. Here, for speed."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as error:
+        patch.setattr(sys, "argv", [script.name, *map(str, options)])
+        if needs_house(script):
+            fake_scienceworld.install(patch)
+        runpy.run_path(str(script), run_name="__main__")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and said.startswith(f"{script.name}: ")
+    return said
+
+
+@each_script
+def test_a_resumed_run_keeps_its_arguments(script, tiny_run, tmp_path):
+    """Those of its own args.json hold, but for what is given anew."""
+    folder = shutil.copytree(tiny_run(script), tmp_path / "again")
+    kept = json.loads((folder / "args.json").read_text())
+    more = next(name for name in ("iterations", "steps", "epochs") if name in args_of(script))
+    result = run(*command_of(script), "--resume", folder, f"--{more}", kept[more] + TINY["log_every"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    arguments = json.loads((folder / "args.json").read_text())
+    assert arguments == kept | {more: kept[more] + TINY["log_every"]}
+    last = figures_of(folder)[-1]["iteration"]
+    assert last > figures_of(tiny_run(script))[-1]["iteration"]
+
+
+@each_script
+@pytest.mark.parametrize("content", ['{"flavour": 1}', "{", None])
+def test_a_folder_that_is_no_run_of_the_script_is_one_line(script, content, tiny_run, tmp_path, capsys):
+    folder = shutil.copytree(tiny_run(script), tmp_path / "other")
+    (folder / "args.json").unlink()
+    if content:
+        (folder / "args.json").write_text(content)
+    one_line(script, capsys, "--resume", folder)
+
+
+@each_script
+@pytest.mark.parametrize("wrong", ["--lr -1", "--actor-lr -1", "--world flavour=salt", "--world salt"])
+def test_a_bad_argument_is_one_line(script, wrong, checkpoint, tmp_path, capsys):
+    skip_without_world(script)
+    flag, value = wrong.split()
+    if flag.removeprefix("--").replace("-", "_") not in args_of(script):
+        pytest.skip(f"{script.name} has no {flag}")
+    options = ["--env", WORLD[script.stem], "--runs", tmp_path / "runs", *tiny(script, checkpoint(script))]
+    options += data_of(script, tmp_path / "data")
+    one_line(script, capsys, *options, flag, value)
+
+
+@each_script
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--max-grad-norm inf", "--max-grad-norm inf: it must be a finite number"),
+        ("--lr nan", "--lr nan: it must be a finite number"),
+        ("--actor-lr -inf", "--actor-lr -inf: it must be a finite number"),
+        ("--device moon", "--device moon: not here, take cpu"),
+        ("--runs /dev/null/runs", "--runs /dev/null/runs: no folder can be made in /dev/null"),
+        ("--name a/b", "--name a/b: a folder is named by it"),
+        ("--resume nowhere", "there is no folder nowhere"),
+        ("--resume docs", "docs is not the folder of a run: it has no args.json"),
+    ],
+)
+def test_what_would_fail_late_or_never_is_one_line_at_once(script, wrong, said, tmp_path, capsys):
+    flag, value = wrong.split()
+    if flag.removeprefix("--").replace("-", "_") not in args_of(script):
+        pytest.skip(f"{script.name} has no {flag}")
+    options = tiny(script) + ([] if flag == "--runs" else ["--runs", tmp_path / "runs"])
+    assert said in one_line(script, capsys, *options, f"{flag}={value}")
+    assert not (tmp_path / "runs").exists()
+
+
+@each_script
+def test_weights_that_are_missing_are_not_drawn_at_random(script, checkpoint, tiny_run, tmp_path, capsys):
+    """In the model that a run starts from; for lge_drrn.py in its guide."""
+    skip_without_world(script)
+    flag = {"lge_drrn": "guide", "guide_simcse": "encoder"}.get(script.stem)
+    flag = flag or next(name for name in ("actor", "model") if name in args_of(script))
+    source = tiny_run(ROOT / "guide_simcse.py") / "guide" if script.stem in LGE else checkpoint(script)
+    folder = shutil.copytree(source, tmp_path / "model")
+    options = ["--env", WORLD[script.stem], "--runs", tmp_path / "runs", *tiny(script)]
+    options += [*data_of(script, tmp_path / "data"), f"--{flag}", folder]
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors[sorted(name for name in tensors if "pooler" not in name)[-1]]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "no weights for" in one_line(script, capsys, *options)
+    assert not (tmp_path / "runs").exists()
+    shutil.rmtree(folder)
+    assert str(folder) in one_line(script, capsys, *options)
+
+
+@each_script
+@pytest.mark.parametrize("content", [b"garbage", b"", None])
+def test_a_damaged_checkpoint_is_one_line(script, content, tiny_run, tmp_path, capsys):
+    folder = shutil.copytree(tiny_run(script), tmp_path / "run")
+    (folder / "checkpoint.pt").unlink()
+    if content is not None:
+        (folder / "checkpoint.pt").write_bytes(content)
+    assert "checkpoint.pt cannot be resumed" in one_line(script, capsys, "--resume", folder)
+
+
+@each_script
+def test_stopped_by_a_signal(script, checkpoint, tmp_path):
+    """The iteration it falls into is finished and saved; the program ends as if that had been the last."""
+    number = (signal.SIGINT, signal.SIGTERM)[SCRIPTS.index(script) % 2]  # runs.stop_signals knows both
+    process = start(script, checkpoint(script), tmp_path / "runs", 5000, 5000)
+    folder = wait_for_lines(tmp_path / "runs", 1, process)
+    process.send_signal(number)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+    assert 1 <= figures_of(folder)[-1]["iteration"] < 5000 and (folder / "summary.json").exists()
+    assert (folder / "checkpoint.pt").exists()

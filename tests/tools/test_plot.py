@@ -1,0 +1,55 @@
+"""benchmarks/plot.py: which runs are one line, and what is drawn of them."""
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import plot
+
+
+def a_run(folder: Path, name: str, values: list[float], **arguments) -> Path:
+    run = folder / f"world__archer__{name}"
+    run.mkdir()
+    (run / "args.json").write_text(json.dumps({"env": "world", **arguments}))
+    rows = [{"iteration": i, "rollout/return": value} for i, value in enumerate(values, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_a_line_is_what_differs_in_its_seed_alone(tmp_path):
+    runs = [
+        a_run(tmp_path, "1", [-3.0, -2.0], seed=1, kl=0.0),
+        a_run(tmp_path, "2", [-5.0, -4.0, -1.0], seed=2, kl=0.0),
+        a_run(tmp_path, "3", [-8.0], seed=1, kl=0.5),
+    ]
+    groups = plot.grouped([plot.read(run, "rollout/return") for run in runs])
+    assert {label: len(curves) for label, curves in groups.items()} == {"kl 0.0": 2, "kl 0.5": 1}
+    assert plot.band(groups["kl 0.0"]) == [(1, -4.0, -5.0, -3.0), (2, -3.0, -4.0, -2.0)], "as far as both go"
+    table = plot.main(plot.Args(runs=runs, out=tmp_path / "a.svg", mark=["best=2.5"]))
+    assert "| kl 0.0 | 2 | -4.00 (-3.00, -5.00) | -1.50 (-2.00, -1.00) |" in table
+    text = "".join(ET.parse(tmp_path / "a.svg").getroot().itertext())
+    assert "kl 0.5 (1)" in text and "best" in text and "world: rollout/return" in text
+    before = (tmp_path / "a.svg").read_bytes()
+    plot.main(plot.Args(runs=runs, out=tmp_path / "a.svg", mark=["best=2.5"]))
+    assert (tmp_path / "a.svg").read_bytes() == before, "the same runs make the same file"
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"runs": [Path("nowhere")]}, "nowhere: not the folder of a run"),
+        ({"metric": "x"}, "no 'x' in its metrics; there are iteration, rollout/return"),
+        ({"mark": ["best"]}, "--mark: write NAME=VALUE"),
+        ({"smooth": 0}, "--smooth 0: at least 1"),
+    ],
+)
+def test_bad_input_gets_one_line(tmp_path, capsys, options, said):
+    options = {"runs": [a_run(tmp_path, "1", [1.0])]} | options
+    with pytest.raises(SystemExit) as stopped:
+        plot.main(plot.Args(**options))
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
