@@ -359,9 +359,7 @@ class Run:
             reason = f"disk full ({said})" if is_full(self.folder, error) else said
             self.unsaved[what] = f"not saved at iteration {self.iteration}: {reason}"
             print(self.unsaved[what], flush=True)
-            for path in self.folder.glob(
-                "*.tmp"
-            ):  # what is half-written takes the room of what could be whole
+            for path in self.folder.glob("*.tmp"):  # half-written, it takes room
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def card(self, name: str) -> str:

@@ -386,21 +386,29 @@ def test_a_run_has_its_threads_and_its_seed(toy):
 
 # ---------------------------------------------------------------------------------- saved and resumed
 def test_two_and_two_iterations_are_four(toy, tmp_path):
-    """Modules, optimiser, all random numbers, the state, the log and the clock."""
+    """Modules, optimiser, all random numbers, the state and the log."""
     whole, half = toy(runs=str(tmp_path / "whole")), toy(runs=str(tmp_path / "half"), iterations=2)
     expected = train(whole)
-    before = train(half)
+    train(half)
     age(folder_of(half))
     again = toy(runs=half.runs, resume=str(folder_of(half)))
     summary = train(again)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (folder_of(again) / name).read_text() == (folder_of(whole) / name).read_text()
-    clocks = ("seconds", "cpu_seconds")
-    for name in set(expected) - {*clocks, "peak_memory_mb"}:
+    for name in set(expected) - {"seconds", "cpu_seconds", "peak_memory_mb"}:
         assert summary[name] == expected[name], name
-    assert all(summary[clock] > before[clock] for clock in clocks)
     assert json.loads((folder_of(again) / "args.json").read_text()) == asdict(toy(runs=half.runs))
     assert [step for step, _ in curve(folder_of(again), "loss")] == [1, 2, 3, 4]
+
+
+def test_the_clocks_of_a_resumed_run_go_on(toy):
+    args = toy(iterations=1)
+    train(args)
+    path = folder_of(args) / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | {"seconds": 1000.0, "cpu_seconds": 500.0}, path)
+    summary = train(toy(resume=str(path.parent)))
+    assert 1000 < summary["seconds"] < 1060 and 500 < summary["cpu_seconds"] < 560
 
 
 def test_what_came_after_the_checkpoint_is_done_again(toy, tmp_path):
@@ -547,6 +555,15 @@ def test_curves_that_cannot_be_written_end_nothing_either(toy, capsys):
     assert train(args, each)["iteration"] == 4 and broken
     assert re.findall(r"^not saved at iteration (\d): disk full", capsys.readouterr().out, re.M) == ["2"]
     assert {3, 4} <= {step for step, _ in curve(folder_of(args), "loss")}
+
+
+def test_a_disk_that_is_full_from_the_start_is_known_at_the_start(monkeypatch, toy):
+    def full(writer):
+        raise ENOSPC
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        runs.Run(toy(), "toy").start({})
 
 
 @pytest.mark.parametrize(
