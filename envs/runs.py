@@ -16,7 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -238,8 +238,6 @@ class Run:
 
         A module is anything with state_dict and load_state_dict.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         self.modules, self.state = modules, state
         if self.args.resume:
             self.folder = Path(self.args.resume)
@@ -247,10 +245,17 @@ class Run:
         else:
             self.folder = new_folder(self.args, self.script)
         write_json(self.folder / "args.json", asdict(replace(self.args, resume="")))
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.iteration + 1)
         print(self.folder)
+        self.open_curves()
         rows = [f"|{name}|{value}|\n" for name, value in vars(self.args).items()]
         self.writer.add_text("args", "|name|value|\n|-|-|\n" + "".join(rows))
+        self.writer.flush()  # what cannot be written is known now
+
+    def open_curves(self) -> None:
+        """A new file for TensorBoard; of older ones counts what was before the next iteration."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.iteration + 1)
 
     def restore(self) -> None:
         """Puts a checkpoint back; ValueError if that does not work."""
@@ -272,7 +277,7 @@ class Run:
             raise ValueError(f"{path} cannot be resumed: {type(error).__name__}: {error}") from error
 
     def iterations(self, last: int) -> Iterator[int]:
-        """The numbers of the iterations that are left, up to `last`, or to the one that a signal falls into."""
+        """The numbers of the iterations that are left, up to `last` or the one that a signal falls into."""
         self.last = last
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask_to_stop)
@@ -296,16 +301,21 @@ class Run:
         Those whose tag has the regular expression `shown` in it are printed. A figure that is nan is not
         defined, as what is explained of no variance: it is printed "-", and left out elsewhere.
         """
-        defined = {tag: figure for tag, figure in metrics.items() if not math.isnan(figure)}
+        # float: a checkpoint with numbers of numpy in it could not be read again
+        defined = {tag: float(figure) for tag, figure in metrics.items() if not math.isnan(figure)}
         words = [f"{self.iteration:5d}"]
         for tag in metrics:
-            if tag in defined:
-                self.writer.add_scalar(tag, defined[tag], self.iteration)
             if re.search(shown, tag):
                 words.append(f"{tag} {defined[tag]:.4g}" if tag in defined else f"{tag} -")
         print("  ".join(words), flush=True)
         self.metrics.append({"iteration": self.iteration} | defined)
         self.samples += samples
+        with self.writing("the curves"):
+            if "the curves" in self.unsaved:
+                self.open_curves()  # a writer that has failed once is of no more use
+            for tag, figure in defined.items():
+                self.writer.add_scalar(tag, figure, self.iteration)
+            self.writer.flush()
         with self.writing("the log"):
             write_jsonl(self.folder / "metrics.jsonl", self.metrics)
             write_jsonl(self.folder / self.samples_file, self.samples)
@@ -335,7 +345,8 @@ class Run:
 
         Raises OSError if what was written last could not be saved.
         """
-        self.writer.close()
+        with suppress(OSError):  # `log` has written all, or has said that it could not
+            self.writer.close()
         summary = {}
         evaluated = [row for row in self.metrics if any(tag.startswith("eval/") for tag in row)]
         for prefix, row in (("warm_start", evaluated[:1]), ("eval", evaluated[-1:])):
@@ -348,7 +359,8 @@ class Run:
         summary |= figures
         summary |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
         summary |= {"peak_memory_mb": peak_memory_mb(), "commit": self.commit}
-        write_json(self.folder / "summary.json", summary)
+        with self.writing("the summary"):
+            write_json(self.folder / "summary.json", summary)
         print(json.dumps(summary))
         for reason in self.unsaved.values():
             raise OSError(f"{self.folder}: {reason}; what is saved there is of an earlier iteration")
@@ -372,9 +384,7 @@ class Run:
             reason = f"disk full ({said})" if is_full(self.folder, error) else said
             self.unsaved[what] = f"not saved at iteration {self.iteration}: {reason}"
             print(self.unsaved[what], flush=True)
-            for path in self.folder.glob(
-                "*.tmp"
-            ):  # what is half-written takes the room of what could be whole
+            for path in self.folder.glob("*.tmp"):  # half-written, it takes room
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def card(self, name: str) -> str:
