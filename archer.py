@@ -162,7 +162,7 @@ def flat(dialogues, key):
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
 # 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, L tokens written.
-def td_target(reward_N, next_v_N2, gamma: float):
+def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
     >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
@@ -171,7 +171,7 @@ def td_target(reward_N, next_v_N2, gamma: float):
     return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
-def value_loss(v_N2, q_N2, expectile: float = 0.5):
+def value_loss(v_N2, q_N2, expectile=0.5):
     """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
     is_below_N2 = (gap_N2 < 0).to(gap_N2)
@@ -179,7 +179,7 @@ def value_loss(v_N2, q_N2, expectile: float = 0.5):
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
 
 
-def mc_returns(rewards: list[float], gamma: float) -> list[float]:
+def mc_returns(rewards, gamma):
     """Discounted return from every turn to the end of the dialogue.
 
     >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
@@ -401,7 +401,7 @@ def mlp(inputs, width, value):
 
 
 # ---------------------------------------------------------- 5. rollouts
-def spoken(tokenizer, ids: list[int]) -> str:
+def spoken(tokenizer, ids):
     """The part of an utterance that critic and world receive: its first line, stripped."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
@@ -507,7 +507,7 @@ def fresh_utterances(actor, dialogues, args, generator):
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
+def descend(loss, optimizer, parameters, max_norm, what):
     """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
