@@ -427,6 +427,10 @@ def generate(actor, rows, starts, args, generator, greedy=False):
 
     A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
     """
+    if args.temperature <= 0:
+        raise ValueError("--temperature 0: it must be above 0")
+    if args.max_action_tokens < 1:
+        raise ValueError("--max-action-tokens 0: it must be at least 1")
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
