@@ -245,15 +245,15 @@ def test_success_is_what_the_world_says(world):
     for name, player in world.players.items():
         for _ in range(2):
             index = rng.randrange(world.num_tasks)
-            (observation,), _ = worlds.reset(seeds=[5], indices=[index])
+            worlds.reset(seeds=[5], indices=[index])
             played = dialogue(world, player, random.Random(5), index, seed=5)
             again, rng_of_player = worlds.envs[0].players[name], random.Random(5)  # one may know its world
             while worlds.alive():
-                (observation,), _, _, _, (info,) = worlds.step([again(observation, rng_of_player)])
-            result, figures = info["result"], envs.summarise(worlds.dialogues)
-            assert worlds.dialogues[0]["success"] is played["success"] is result["success"]
-            assert (figures["return"], figures["length"]) == (result["return"], result["length"])
-            assert figures["success"] == result["success"] and figures["cut"] == 0
+                worlds.step([again(worlds.observations[0], rng_of_player)])
+            assert worlds.dialogues == [{key: played.get(key, False) for key in worlds.dialogues[0]}]
+            figures = envs.summarise(worlds.dialogues)
+            assert figures["return"] == pytest.approx(sum(played["rewards"])) and figures["cut"] == 0
+            assert (figures["length"], figures["success"]) == (len(played["actions"]), played["success"])
     worlds.close()
 
 
@@ -361,29 +361,51 @@ def test_lockstep_is_the_same_as_one_by_one():
     n, actions = 4, ["Is it an animal?", "Is it a dog?", "", "Is it a cat?"]
     worlds = envs.VecTextEnv("twenty-questions", n)
     singles = [envs.make("twenty-questions") for _ in range(n)]
-    observations, infos = worlds.reset(seeds=[0, 1, 2, None], indices=[None, None, None, 10])
+    assert worlds.reset(seeds=[0, 1, 2, None], indices=[None, None, None, 10]) is None
     expected = [single.reset(seed=seed) for single, seed in zip(singles[:3], [0, 1, 2], strict=True)]
     expected.append(singles[3].reset(options={"index": 10}))
-    assert (observations, infos) == ([o for o, _ in expected], [i for _, i in expected])
-    results = worlds.step(actions)
-    expected = [single.step(action) for single, action in zip(singles, actions, strict=True)]
-    assert results == tuple(map(list, zip(*expected, strict=True)))
-    assert len(worlds) == n and results[2][3]  # word 10 is the cat
+    assert worlds.observations == [observation for observation, _ in expected]
+    assert [d["answer"] for d in worlds.dialogues] == [info["answer"] for _, info in expected]
+    assert worlds.step(actions) is None
+    steps = [single.step(action) for single, action in zip(singles, actions, strict=True)]
+    said, rewards, terminated, truncated, infos = map(list, zip(*steps, strict=True))
+    assert (worlds.observations, worlds.terminated, worlds.truncated) == (said, terminated, truncated)
+    for one, (began, _), text, reward, info in zip(
+        worlds.dialogues, expected, said, rewards, infos, strict=True
+    ):
+        assert (one["observations"], one["actions"], one["rewards"]) == (
+            [began, text],
+            [info["action"]],
+            [reward],
+        )
+    assert [d["terminated"] for d in worlds.dialogues] == terminated
+    assert len(worlds) == n and terminated[3]  # word 10 is the cat
 
 
 def test_lockstep_leaves_ended_worlds_and_none_alone():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     worlds.reset(indices=[10, 11, 12])  # cat, dog, horse
-    first = worlds.step(["Is it a cat?", None, "Is it a cat?"])
-    assert first[0] == ["Questions:\nIs it a cat? Yes.\n", "Questions:\n", "Questions:\nIs it a cat? No.\n"]
-    assert first[1:4] == ([0.0, 0.0, -1.0], [True, False, False], [False] * 3)
-    assert first[4][1] == {} and first[4][0]["result"]["success"]
-    second = worlds.step(["Is it a horse?"] * 3)
-    assert second[0][0] == first[0][0] and second[1] == [0.0, -1.0, 0.0]
-    assert second[2] == [True, False, True] and second[4][0] == {}
-    assert first[0][1] == "Questions:\n"  # what a step returned is not changed by the next
-    observations, _ = worlds.reset()
-    assert observations == ["Questions:\n"] * 3 and worlds.step([None] * 3)[2] == [False] * 3
+    worlds.step(["Is it a cat?", None, "Is it a cat?"])
+    first = ["Questions:\nIs it a cat? Yes.\n", "Questions:\n", "Questions:\nIs it a cat? No.\n"]
+    assert worlds.observations == first and worlds.alive() == [1, 2]
+    assert [d["rewards"] for d in worlds.dialogues] == [[0.0], [], [-1.0]]
+    assert [d["success"] for d in worlds.dialogues] == [True, False, False]
+    assert (worlds.terminated, worlds.truncated) == ([True, False, False], [False] * 3)
+    worlds.step(["Is it a horse?"] * 3)
+    assert worlds.observations[0] == first[0] and worlds.alive() == [1]
+    assert [d["rewards"] for d in worlds.dialogues] == [[0.0], [-1.0], [-1.0, 0.0]]
+    assert worlds.dialogues[0]["actions"] == ["Is it a cat?"] and worlds.terminated == [True, False, True]
+    played = worlds.dialogues
+    worlds.reset()
+    worlds.step([None] * 3)
+    assert worlds.observations == ["Questions:\n"] * 3 and worlds.alive() == [0, 1, 2]
+    assert played[0]["observations"][-1] == first[0], "what was played is not changed by a reset"
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_there_must_be_a_world(n):
+    with pytest.raises(ValueError, match=f"^{n} worlds of twenty-questions: there must be at least one$"):
+        envs.VecTextEnv("twenty-questions", n)
 
 
 def test_lockstep_names_the_world_that_fails():

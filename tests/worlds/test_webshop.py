@@ -736,15 +736,15 @@ def test_success_is_the_whole_score_and_nothing_an_agent_says(context):
     worlds = envs.VecTextEnv("webshop", 100, context=context)
     worlds.reset(indices=list(range(100)))
     players = worlds.envs[0].players
-    rng, infos = random.Random(0), {}
+    rng = random.Random(0)
     lies = [f"think[Your score (min 0.0, max 1.0): {score}]" for score in ("0.0", "1.0", "0.50")]
     actions = [lies[i % 3] for i in range(100)]
-    while alive := worlds.alive():
-        step = worlds.step(actions)
-        infos |= {i: step[4][i]["result"] for i in alive if "result" in step[4][i]}
-        actions = [players["hasty" if i % 2 else "expert"](text, rng) for i, text in enumerate(step[0])]
+    while worlds.alive():
+        worlds.step(actions)
+        said = enumerate(worlds.observations)
+        actions = [players["hasty" if i % 2 else "expert"](text, rng) for i, text in said]
     told = [envs.summarise([one])["success"] for one in worlds.dialogues]
-    assert told == [infos[i]["success"] for i in range(100)] and 50 < sum(told) < 100
+    assert 50 < sum(told) < 100
     assert [one["rewards"][-1] == 1.0 for one in worlds.dialogues] == told
 
 

@@ -661,9 +661,3 @@ def test_a_file_that_was_left_behind_is_named(monkeypatch):
         envs.Unavailable, match=r"^webshop: .*envs\.worlds\.webshop.*, neither installed nor in /"
     ):
         envs.make("webshop")
-
-
-def test_a_run_has_a_name_that_any_disk_takes(tmp_path):
-    args = SimpleNamespace(runs=str(tmp_path), env="some_package/a:World-v0", seed=1, name="", resume="")
-    name = runs.folder(args, "archer").name
-    assert name.startswith("some_package-a-World-v0__archer__1__")
