@@ -256,7 +256,7 @@ def replies(observations: list[str], actions: list[str]) -> list[str]:
     ]
 
 
-def summarise(dialogues: list[dict]) -> dict[str, float]:
+def summarise(dialogues: list[dict], tag: str = "{}") -> dict[str, float]:
     """Mean undiscounted return, success and length of some dialogues, and four shares.
 
     Of the dialogues: "truncated", those that no end of the world's ended, and "cut", those among them that
@@ -265,7 +265,7 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     refusal), and "repeated", which an earlier one of the same dialogue had word for word: from the ninth turn
     on, where there is enough to repeat.
 
-    Raises ValueError for no dialogues.
+    `tag` makes their names: "eval/{}_greedy" gives eval/return_greedy. Raises ValueError for no dialogues.
     """
     if not dialogues:
         raise ValueError("no dialogue fits into the model's context: lower --max-action-tokens")
@@ -275,7 +275,7 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     repeated = [
         d["actions"][k] in d["actions"][:k] for d in dialogues for k in range(LATE, len(d["actions"]))
     ]
-    return {
+    figures = {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
         "success": fmean(d["success"] for d in dialogues),
         "length": fmean(len(d["actions"]) for d in dialogues),
@@ -284,10 +284,11 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
         "invalid": fmean(refused) if refused else 0.0,
         "repeated": fmean(repeated) if repeated else 0.0,
     }
+    return {tag.format(name): figure for name, figure in figures.items()}
 
 
 class VecTextEnv:
-    """`n` worlds in lockstep, in this process; what is given to them is a list with one entry per world.
+    """`n` worlds in lockstep, in this process.
 
     A world that has ended stays as it is until the next `reset`: nothing starts by itself. What they say is
     kept: `observations` has the last texts, `alive()` the numbers of the worlds that have not ended, and
@@ -335,13 +336,13 @@ class VecTextEnv:
             for text, info in began
         ]
 
-    def step(self, actions: list[str | None]) -> None:
-        """Takes one action in every world; those that have ended, or whose action is None, are left alone."""
-        for i, action in enumerate(self._one_each("actions", actions)):
-            if action is None or self.terminated[i] or self.truncated[i]:
-                continue
+    def step(self, actions: dict[int, str]) -> None:
+        """Takes an action in each of these worlds, by its number; none of them has ended."""
+        for i, action in actions.items():
             text, reward, terminated, truncated, info = self._call(i, "step", action)
-            self.observations[i], self.terminated[i], self.truncated[i] = text, terminated, truncated
+            self.observations[i] = text
+            self.terminated[i] = terminated
+            self.truncated[i] = truncated
             dialogue = self.dialogues[i]
             dialogue["observations"].append(text)
             dialogue["actions"].append(info["action"])

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import fmean
@@ -130,7 +131,7 @@ def checkpoint_of(world) -> str:
 
 
 def load(auto, source: str, args):
-    """A model without dropout, in float32, on args.device, and its tokenizer.
+    """A model without dropout, in float32, on args.device; its tokenizer is its attribute `tokenizer`.
 
     `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name.
     Raises ValueError, in one line, for what is no whole model.
@@ -147,7 +148,27 @@ def load(auto, source: str, args):
     except Exception as error:  # a damaged folder can raise anything
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
-    return model.to(args.device).eval(), tokenizer
+    print(f"model: {source}")
+    model.tokenizer = tokenizer
+    return model.to(args.device).eval()
+
+
+@lru_cache(maxsize=8)
+def chat_pieces(tokenizer) -> tuple[str, str, str]:
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ...
+
+    Without a template all three are empty. ValueError for one that ends turns with another token than EOS.
+    """
+    if not tokenizer.chat_template:
+        return "", "", ""
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
+    end = tokenizer.eos_token
+    if not to_prompt.startswith(end):
+        raise ValueError(f"the chat template ends turns with another token than {end!r}")
+    return head, to_prompt.removeprefix(end), to_reply
 
 
 def why_not_loaded(source: str, error: Exception, args=None) -> str:
@@ -181,11 +202,12 @@ class Run:
             ...                         # the algorithm
             run.log(metrics, "return")
             if run.is_due(args.save_every) or run.stopped:
-                run.save({"actor": (actor, tokenizer)})
-        return run.finish(episodes=run.state["episodes"])
+                run.save({"actor": actor})
+        return run.finish()
 
     `args` need the fields seed, threads, device, runs, name, env and resume. `state` has what a script wants
-    back when it resumes, beside its modules: numbers, text, and lists and dicts of these.
+    back when it resumes, beside its modules: numbers, which are in the summary, too, text, and lists and
+    dicts of these.
     """
 
     def __init__(self, args, script: str, samples_file: str = "rollouts.jsonl"):
@@ -223,6 +245,7 @@ class Run:
         else:
             self.folder = new_folder(self.args, self.script)
         write_json(self.folder / "args.json", asdict(replace(self.args, resume="")))
+        print(self.folder)
         self.open_curves()
         rows = [f"|{name}|{value}|\n" for name, value in vars(self.args).items()]
         self.writer.add_text("args", "|name|value|\n|-|-|\n" + "".join(rows))
@@ -298,7 +321,7 @@ class Run:
             write_jsonl(self.folder / self.samples_file, self.samples)
 
     def save(self, models: dict) -> None:
-        """A checkpoint to resume from, and a folder of each of `models`: name -> (model, tokenizer)."""
+        """A checkpoint to resume from, and a folder of each of `models`, by name, with its tokenizer."""
         import torch
 
         state = {name: getattr(self, name) for name in ("iteration", "state", "metrics", "samples")}
@@ -307,10 +330,10 @@ class Run:
         state["rng"], state["torch_rng"] = self.rng.bit_generator.state, torch.get_rng_state()
         state["generator"] = self.generator.get_state()
         with self.writing("the checkpoint"):
-            for name, (model, tokenizer) in models.items():  # first: these may fit on a nearly full disk
+            for name, model in models.items():  # first: these may fit on a nearly full disk
                 temporary = self.folder / f"{name}.tmp"
                 model.save_pretrained(temporary)
-                tokenizer.save_pretrained(temporary)
+                model.tokenizer.save_pretrained(temporary)
                 (temporary / "README.md").write_text(self.card(name), encoding="utf-8")
                 shutil.rmtree(self.folder / name, ignore_errors=True)
                 temporary.rename(self.folder / name)
@@ -331,7 +354,9 @@ class Run:
                 if tag.startswith("eval/") and (prefix == "eval" or row[0]["iteration"] == 0):
                     summary[f"{prefix}_{tag.removeprefix('eval/')}"] = figure
         seconds, cpu_seconds = self.seconds()
-        summary |= {"iteration": self.iteration, "seed": self.args.seed} | figures
+        summary |= {"iteration": self.iteration, "seed": self.args.seed}
+        summary |= {name: value for name, value in self.state.items() if isinstance(value, int | float)}
+        summary |= figures
         summary |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
         summary |= {"peak_memory_mb": peak_memory_mb(), "commit": self.commit}
         with self.writing("the summary"):

@@ -249,7 +249,7 @@ def test_success_is_what_the_world_says(world):
             played = dialogue(world, player, random.Random(5), index, seed=5)
             again, rng_of_player = worlds.envs[0].players[name], random.Random(5)  # one may know its world
             while worlds.alive():
-                worlds.step([again(worlds.observations[0], rng_of_player)])
+                worlds.step({0: again(worlds.observations[0], rng_of_player)})
             assert worlds.dialogues == [{key: played.get(key, False) for key in worlds.dialogues[0]}]
             figures = envs.summarise(worlds.dialogues)
             assert figures["return"] == pytest.approx(sum(played["rewards"])) and figures["cut"] == 0
@@ -366,7 +366,7 @@ def test_lockstep_is_the_same_as_one_by_one():
     expected.append(singles[3].reset(options={"index": 10}))
     assert worlds.observations == [observation for observation, _ in expected]
     assert [d["answer"] for d in worlds.dialogues] == [info["answer"] for _, info in expected]
-    assert worlds.step(actions) is None
+    assert worlds.step(dict(enumerate(actions))) is None
     steps = [single.step(action) for single, action in zip(singles, actions, strict=True)]
     said, rewards, terminated, truncated, infos = map(list, zip(*steps, strict=True))
     assert (worlds.observations, worlds.terminated, worlds.truncated) == (said, terminated, truncated)
@@ -382,22 +382,22 @@ def test_lockstep_is_the_same_as_one_by_one():
     assert len(worlds) == n and terminated[3]  # word 10 is the cat
 
 
-def test_lockstep_leaves_ended_worlds_and_none_alone():
+def test_lockstep_leaves_worlds_without_an_action_alone():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     worlds.reset(indices=[10, 11, 12])  # cat, dog, horse
-    worlds.step(["Is it a cat?", None, "Is it a cat?"])
+    worlds.step({0: "Is it a cat?", 2: "Is it a cat?"})
     first = ["Questions:\nIs it a cat? Yes.\n", "Questions:\n", "Questions:\nIs it a cat? No.\n"]
     assert worlds.observations == first and worlds.alive() == [1, 2]
     assert [d["rewards"] for d in worlds.dialogues] == [[0.0], [], [-1.0]]
     assert [d["success"] for d in worlds.dialogues] == [True, False, False]
     assert (worlds.terminated, worlds.truncated) == ([True, False, False], [False] * 3)
-    worlds.step(["Is it a horse?"] * 3)
+    worlds.step(dict.fromkeys(worlds.alive(), "Is it a horse?"))
     assert worlds.observations[0] == first[0] and worlds.alive() == [1]
     assert [d["rewards"] for d in worlds.dialogues] == [[0.0], [-1.0], [-1.0, 0.0]]
     assert worlds.dialogues[0]["actions"] == ["Is it a cat?"] and worlds.terminated == [True, False, True]
     played = worlds.dialogues
     worlds.reset()
-    worlds.step([None] * 3)
+    worlds.step({})
     assert worlds.observations == ["Questions:\n"] * 3 and worlds.alive() == [0, 1, 2]
     assert played[0]["observations"][-1] == first[0], "what was played is not changed by a reset"
 
@@ -411,17 +411,17 @@ def test_there_must_be_a_world(n):
 def test_lockstep_names_the_world_that_fails():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     with pytest.raises(RuntimeError, match=r"^world 0 \(twenty-questions\), step: .*reset"):
-        worlds.step(["?"] * 3)
+        worlds.step({0: "?"})
     worlds.reset()
     with pytest.raises(
         RuntimeError, match=r"^world 1 \(twenty-questions\), step: an action is a str, not int"
     ) as error:
-        worlds.step(["?", 3, "?"])
+        worlds.step({0: "?", 1: 3})
     assert isinstance(error.value.__cause__, TypeError)
     with pytest.raises(RuntimeError, match=r"^world 2 \(twenty-questions\), reset: index: 999"):
         worlds.reset(indices=[0, 1, 999])
-    with pytest.raises(ValueError, match="actions: 2 for 3 worlds"):
-        worlds.step(["?", "?"])
+    with pytest.raises(ValueError, match="indices: 2 for 3 worlds"):
+        worlds.reset(indices=[0, 1])
 
 
 def said(*actions: str, **more) -> dict:
@@ -445,7 +445,7 @@ def test_a_dialogue_can_be_cut_from_outside():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     worlds.reset(indices=[10, 11, 12])  # cat, dog, horse
     worlds.cut(1)
-    worlds.step(["Is it a cat?", "Is it a dog?", "Is it invalid?"])
+    worlds.step({0: "Is it a cat?", 2: "Is it invalid?"})
     worlds.cut(0)  # has ended by itself
     assert worlds.alive() == [2] and worlds.truncated == [False, True, False]
     assert [d["cut"] for d in worlds.dialogues] == [False, True, False]

@@ -740,7 +740,7 @@ def test_success_is_the_whole_score_and_nothing_an_agent_says(context):
     lies = [f"think[Your score (min 0.0, max 1.0): {score}]" for score in ("0.0", "1.0", "0.50")]
     actions = [lies[i % 3] for i in range(100)]
     while worlds.alive():
-        worlds.step(actions)
+        worlds.step({i: actions[i] for i in worlds.alive()})
         said = enumerate(worlds.observations)
         actions = [players["hasty" if i % 2 else "expert"](text, rng) for i, text in said]
     told = [envs.summarise([one])["success"] for one in worlds.dialogues]
