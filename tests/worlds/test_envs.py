@@ -24,8 +24,10 @@ from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 import envs
 import envs.check
 import envs.play
+import envs.runs
 from envs.datasets import dialogue
 from envs.fuzz import HOSTILE
+from envs.worlds.mini_detective import MiniDetective
 
 ROOT = Path(__file__).parents[2]
 
@@ -493,36 +495,48 @@ def test_an_option_of_the_wrong_kind_is_said_in_one_line():
 # ------------------------------------------------------------------------------------------- play
 
 
-def test_a_person_can_play_and_win():
-    result = run(
-        "-m", "envs.play", "twenty-questions", "--index", "11", stdin="Is it an animal?\n\nIs it a dog?\n"
-    )
-    assert result.returncode == 0 and result.stderr == ""
-    rules, dialogue = result.stdout.split("\n\n")
+@pytest.fixture
+def play_it(monkeypatch, capsys):
+    """Calls envs.play in this process: exit code, output, errors."""
+
+    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["envs.play", *args])
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = envs.play.main()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_person_can_play_and_win(play_it):
+    asked = "Is it an animal?\n\nIs it a dog?\n"
+    code, out, err = play_it("twenty-questions", "--index", "11", stdin=asked)
+    assert (code, err) == (0, "")
+    rules, dialogue = out.split("\n\n")
     assert dialogue == "Questions:\n> Yes.\n> Invalid Question.\n> Yes.\nSolved.\n3 turns, return -2\n"
     rules = " ".join(rules.split())
     assert rules.startswith("A thing is hidden.") and "You have 20 turns. For example: Is it " in rules
 
 
-def test_a_person_can_type_a_loop():
-    result = run("-m", "envs.play", "apps", "--index", "0", stdin="for i in range(2):\n    print(i + 41)\n\n")
-    assert result.returncode == 0 and "41\n42\n" in result.stdout and "Error" not in result.stdout
+def test_a_person_can_type_a_loop(play_it):
+    code, out, _ = play_it("apps", "--index", "0", stdin="for i in range(2):\n    print(i + 41)\n\n")
+    assert code == 0 and "41\n42\n" in out and "Error" not in out
 
 
-def test_a_person_can_leave_and_lose():
-    left = run(
-        "-m", "envs.play", "twenty-questions", "--index", "11", "--show-answer", stdin="Is it a cat?\n"
-    )
+def test_a_person_can_leave_and_lose(play_it):
+    """In a process of its own, too."""
+    words = ["twenty-questions", "--index", "11", "--show-answer"]
+    left = run("-m", "envs.play", *words, stdin="Is it a cat?\n")
     assert left.returncode == 0 and left.stderr == ""
     assert left.stdout.endswith("\n\n(hidden: dog)\nQuestions:\n> No.\n> \nGoodbye. It was: dog\n")
-    lost = run("-m", "envs.play", "twenty-questions", "--seed", "1", stdin="x\n" * 20)
-    assert lost.stdout.endswith("Not solved. It was: desk\n20 turns, return -20\n")
+    _, lost, _ = play_it("twenty-questions", "--seed", "1", stdin="x\n" * 20)
+    assert lost.endswith("Not solved. It was: desk\n20 turns, return -20\n")
 
 
-def test_a_person_can_choose_the_worlds_options():
+def test_a_person_can_choose_the_worlds_options(play_it):
     """By the authors' rule a question of which the last word is right is right."""
-    options = ["envs.play", "twenty-questions", "--index", "11", "--world", "matching=paper"]
-    assert "Solved." in run("-m", *options, stdin="Is it a cat or a dog?\n").stdout
+    words = ["twenty-questions", "--index", "11", "--world", "matching=paper"]
+    assert "Solved." in play_it(*words, stdin="Is it a cat or a dog?\n")[1]
 
 
 @pytest.mark.parametrize(
@@ -535,9 +549,9 @@ def test_a_person_can_choose_the_worlds_options():
         ["twenty-questions", "--world", "orcale=x"],
     ],
 )
-def test_play_refuses_nonsense_in_one_line(args):
-    result = run("-m", "envs.play", *args)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+def test_play_refuses_nonsense_in_one_line(args, play_it):
+    code, _, err = play_it(*args)
+    assert code == 2 and len(err.splitlines()) == 1
 
 
 # ------------------------------------------------------------------------------- an agent plays
@@ -580,31 +594,19 @@ def test_an_agents_prompt_is_made_of_pieces(agent):
     player.append_only = False
     assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
     player.append_only, player.tokenizer.chat_template = True, TEMPLATE
-    player.before, player.between, player.behind = envs.play.chat_pieces(player.tokenizer)
+    player.before, player.between, player.behind = envs.runs.chat_pieces(player.tokenizer)
     whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
     asked = "<|user|>Hall.\n</s><|assistant|>go north</s>"
     assert whole == asked + "<|user|> Study.\n</s><|assistant|>"
 
 
-@pytest.fixture
-def play_it(monkeypatch, capsys):
-    """Calls envs.play in this process, where torch is imported once: exit code, output, errors."""
-
-    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["envs.play", *args])
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        code = envs.play.main()
-        return code, *capsys.readouterr()
-
-    return call
-
-
-def test_an_agent_plays_a_world(agent, play_it):
+def test_an_agent_plays_a_world(agent, play_it, monkeypatch):
     """The folder of a run and that of its model are the same agent; a seed repeats what it draws."""
+    monkeypatch.setattr(MiniDetective, "max_turns", 8)
     command = ["mini-detective", "--index", "3", "--seed", "1", "--agent"]
     code, first, errors = play_it(*command, str(agent))
     assert code == 0 and errors == "" and play_it(*command, str(agent / "actor")) == (code, first, errors)
-    assert first.count("\n> ") == 60 and first.endswith("60 turns, return 0\n")
+    assert first.count("\n> ") == 8 and first.endswith("8 turns, return 0\n")
     assert play_it(*command, str(agent), "--greedy")[1] not in ("", first)
 
 
