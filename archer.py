@@ -427,10 +427,6 @@ def generate(actor, rows, starts, args, generator, greedy=False):
 
     A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
     """
-    if args.temperature <= 0:
-        raise ValueError("--temperature 0: it must be above 0")
-    if args.max_action_tokens < 1:
-        raise ValueError("--max-action-tokens 0: it must be at least 1")
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
@@ -553,7 +549,7 @@ def critic_targets(target_critic, dialogues, return_N, args):
 
 
 def critic_update(critic, target_critic, optimizer, dialogues, args):
-    """One step on E1 and E2, or on what --critic-loss selects, and one Polyak step of the target."""
+    """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)
