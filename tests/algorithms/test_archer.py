@@ -695,13 +695,6 @@ def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
             assert logits[ids[k]] == logits.max()
 
 
-@pytest.mark.parametrize("flag", ["temperature", "max_action_tokens"])
-def test_an_actor_that_could_write_nothing_is_an_error_with_a_sentence(actor, flag):
-    """Else log-probs would be nan, or utterances would have no end to be judged at."""
-    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} 0.*must be"):
-        fresh_for(Toy().demonstrations(1, seed=0), actor, **{flag: 0})
-
-
 def test_bfloat16_computes_so_but_keeps_small_steps(actor, folders):
     """Fails with parameters in bfloat16, which a step of 1e-5 leaves where they are, and if nothing computes
     so."""
@@ -1634,9 +1627,17 @@ def test_a_run_does_not_go_on_with_another_critic(finished, folders, tmp_path):
     assert before_it == {path: path.read_bytes() for path in before_it}
 
 
-def test_no_worlds_are_an_error_with_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="0 worlds"):
-        archer.main(small(runs=tmp_path / "runs", rollouts=0))
+MISUSE = {
+    "rollouts": "0 worlds of toy: there must be at least one",
+    "temperature": "--temperature 0: it must be above 0",  # else log-probs would be nan
+    "max_action_tokens": "--max-action-tokens 0: it must be at least 1",  # else nothing ends an utterance
+}
+
+
+@pytest.mark.parametrize("flag", MISUSE)
+def test_misuse_is_one_line_and_leaves_nothing_behind(tmp_path, flag):
+    with pytest.raises(ValueError, match=f"^{MISUSE[flag]}$"):
+        archer.main(small(runs=tmp_path / "runs", **{flag: 0}))
     assert not (tmp_path / "runs").exists()
 
 
