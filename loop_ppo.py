@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from statistics import fmean
 from typing import Literal
@@ -116,7 +116,7 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
     turns: list[range] = field(default_factory=list)  # where in the ids the sampled tokens of each turn stand
     said: list[tuple[str, str]] = field(default_factory=list)  # action, as the world took it, and its reply
-    rewards: list[float] = field(default_factory=list)  # of each turn
+    turn_records: list[dict] = field(default_factory=list)  # of each turn, for rollouts.jsonl
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
@@ -129,7 +129,7 @@ class Trajectory:
     # --- while it is learned from; log-probs are of the sampled tokens [M]
     advantage: float | None = None  # E1 or E6; the same for all its tokens
     old_logp_M: torch.Tensor | None = None  # by the model as it was before the first step
-    ref_logp_M: torch.Tensor | None = None  # by the model of the start, for E7
+    ref_logp_M: torch.Tensor | None = None  # by the model of the start (E7)
 
 
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -162,7 +162,8 @@ def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B rows of a batch, R of these that are read, T tokens of a row, Q of these that are
-# read, M sampled tokens of a rollout, N of a batch, C of a chunk, K rollouts of a task, V vocabulary, H hidden.
+# read, M sampled tokens of a rollout, N of a batch, C of a chunk, K rollouts of a task, P tasks, V vocabulary,
+# H hidden, D of an attention head.
 def leave_one_out(return_K: torch.Tensor) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
     K = len(return_K)
@@ -174,18 +175,19 @@ def normalised(return_K: torch.Tensor) -> torch.Tensor:
     return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
 
 
-def ratios(logp_M: torch.Tensor, old_logp_M: torch.Tensor, lengths: list[int], level: str) -> torch.Tensor:
+def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
     """w of each sampled token [M]: the token's own, its turn's or the rollout's; `lengths` are the turns'."""
     log_w_M = logp_M - old_logp_M  # E3
     if level == "turn":
         turns = log_w_M.split(lengths)
-        log_w_M = torch.cat([turn.sum().expand(len(turn)) for turn in turns])  # E4
+        sums = [turn.sum().expand_as(turn) for turn in turns]  # E4
+        log_w_M = torch.cat(sums)
     if level == "trajectory":
-        log_w_M = log_w_M.sum().expand(len(log_w_M))  # E5
+        log_w_M = log_w_M.sum().expand_as(log_w_M)  # E5
     return log_w_M.clamp(max=80).exp()  # beyond 88 it would be infinite, and its clipped gradient 0 * inf
 
 
-def surrogate(w_M, advantage_M, clip: float, lower_bound: str = "minus") -> torch.Tensor:
+def surrogate(w_M, advantage_M, clip: float, lower_bound="minus") -> torch.Tensor:
     """E2: min(w A, g(A)) [M]. g(A) is w A at the bound of w: (1+eps) A where A > 0, (1-eps) A where A < 0.
 
     >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
@@ -237,17 +239,15 @@ def add_adapters(model, rank: int) -> None:
 
 @contextmanager
 def recomputing(model) -> Iterator[None]:
-    """With --gradient-checkpointing a forward pass in this context keeps little: backward computes it again.
+    """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
 
-    Layers do so in training mode only, and in training mode they have no cache, which rollouts need. The
-    modules inside of them stay as they are, so that there is no dropout.
+    Layers do so in training mode only, in which they also go without a cache, so rollouts cannot stay in it.
+    The modules inside of a layer are not put into it: there is no dropout.
     """
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.training = True
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
     yield
-    for layer in layers:
-        layer.training = False
+    model.eval()
 
 
 class Memory:
@@ -258,10 +258,12 @@ class Memory:
     """
 
     def __init__(self, model, batch: list[Trajectory]):
+        B = len(batch)
+        H = model.config.hidden_size
         self.model = model
         self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
-        self.length_B = torch.zeros(len(batch), dtype=torch.long)  # tokens read
-        self.hidden_BH = torch.zeros(len(batch), model.config.hidden_size, dtype=model.dtype)
+        self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
+        self.hidden_BH = torch.zeros(B, H, dtype=model.dtype)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
@@ -274,124 +276,130 @@ class Memory:
     def read(self, batch: list[Trajectory]) -> None:
         """Reads what is new in every rollout, but not in those that wait for their world."""
         pieces = []
-        for t, length in zip(batch, self.length_B.tolist(), strict=True):
-            new = [] if t.pending else t.ids[length:]
-            pieces.append(new)
+        lengths = self.length_B.tolist()
+        for t, length in zip(batch, lengths, strict=True):
+            piece = [] if t.pending else t.ids[length:]
+            pieces.append(piece)
         if not any(pieces):
             return
-        size_B = torch.tensor([len(new) for new in pieces])
+        size_B = torch.tensor([len(piece) for piece in pieces])
         Q = int(size_B.max())
         rows = size_B.nonzero()[:, 0]
         if Q == 1:  # all rows, also those with nothing new: to gather the others' keys takes longer
             rows = slice(None)
         size_R = size_B[rows]
-        column_RQ = (self.length_B[:, None] + torch.arange(Q))[rows]
         ids_RQ = pad(pieces).to(self.model.device)[rows]
+        column_BQ = self.length_B[:, None] + torch.arange(Q)
+        column_RQ = column_BQ[rows]
+
         cache = Pass(self.stored, rows, column_RQ)
         may_see = torch.arange(cache.width) <= column_RQ[:, None, :, None]
-        inputs = {"input_ids": ids_RQ, "position_ids": column_RQ, "attention_mask": may_see}
-        output = self.model.base_model(**inputs, past_key_values=cache, use_cache=True)
-        last_R = size_R - 1
-        self.hidden_BH[rows] = output.last_hidden_state[torch.arange(len(last_R)), last_R]
+        output = self.model.base_model(
+            input_ids=ids_RQ,
+            position_ids=column_RQ,
+            attention_mask=may_see,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        row_R = torch.arange(len(size_R))
+        self.hidden_BH[rows] = output.last_hidden_state[row_R, size_R - 1]
         self.length_B[rows] += size_R
 
 
 class Pass(transformers.Cache):
-    """A memory's keys and values as one forward pass sees them: some rows, and where in them to write.
+    """The keys and values of a memory for one forward pass: which rows it is about, and where it writes.
 
-    The model hands it to each of its layers, which calls `update` once.
+    The model hands it to its layers; each of them calls `update` once.
     """
 
-    def __init__(self, stored: dict[int, torch.Tensor], rows, column_RQ: torch.Tensor):
+    def __init__(self, stored: dict, rows, column_RQ):
         super().__init__(layers=[])
         self.stored = stored  # the memory's own
         self.rows = rows  # indices or a slice
-        self.column_RQ = column_RQ  # of the tokens that are read
-        self.width = int(column_RQ.max()) + 1  # columns that these may see
+        self.column_RQ = column_RQ  # of the new tokens
+        self.width = int(column_RQ.max()) + 1  # columns that the last of them sees
 
-    def update(self, keys, values, layer: int, *args, **kwargs):
-        """Stores what is new in a layer [R, heads, Q, D]; returns all its keys and values of the rows."""
+    def update(self, keys, values, layer, *args, **kwargs):
+        """Stores what is new in a layer [R, heads, Q, D]; returns all that its rows have, keys and values."""
         new = torch.stack([keys, values]).transpose(2, 3)
-        store = self.stored.get(layer, new[:, :, :0])
+        empty = new[:, :, :0]
+        store = self.stored.get(layer, empty)
         missing = self.width - store.shape[2]
         if missing > 0:
-            more = missing + self.width // 4  # so that growing is rare
-            store = nn.functional.pad(store, (0, 0, 0, 0, 0, more))
+            more = missing + self.width // 4  # so that it rarely grows
+            behind = (0, 0, 0, 0, 0, more)  # two numbers each for D, heads and columns
+            store = nn.functional.pad(store, behind)
             self.stored[layer] = store
         row_R = torch.arange(store.shape[1])[self.rows]
         store[:, row_R[:, None], self.column_RQ] = new
-        return store[:, self.rows, : self.width].transpose(2, 3).unbind()
+        seen = store[:, self.rows, : self.width]
+        return seen.transpose(2, 3).unbind()
 
 
 # ---------------------------------------------------------- 5. rollouts
 def make_worlds(args: Args, split: str) -> list:
     """Worlds of a split; one without splits gives all its tasks."""
     options = envs.options(args.world)
-    if hasattr(envs.make(args.env, **options), "split"):
-        options["split"] = split
-    worlds = [envs.make(args.env, **options) for _ in range(args.worlds)]
-    if not worlds[0].append_only:
+    world = envs.make(args.env, **options)
+    if not world.append_only:
         raise ValueError(f"--env {args.env}: its text is written anew every turn, and here it must only grow")
-    return worlds
+    if hasattr(world, "split"):
+        options["split"] = split
+    return [envs.make(args.env, **options) for _ in range(args.worlds)]
 
 
-def wait_for_world(t: Trajectory):
-    """What its world returns, once it has; None if it broke."""
+def listen(t: Trajectory, tokenizer, args) -> None:
+    """Takes in what the world says, waiting for it if need be. The rollout ends if a turn may not fit then."""
     try:
-        return t.pending.result()
+        result = t.pending.result()
     except (envs.WorldBroken, envs.Unavailable) as error:
         t.fate = "broken"
         t.text += str(error)
-        return None
-
-
-def take_prompt(t: Trajectory, tokenizer, args: Args) -> None:
-    """Takes in what the world says first."""
-    result = wait_for_world(t)
-    if result is None:
         return
-    prompt, info = result
+    if t.ids:
+        take_reply(t, tokenizer, *result)
+    else:
+        take_prompt(t, tokenizer, *result)
+    t.pending = None
+    t.turn_start = len(t.ids)
+    if t.turn_start + args.max_action_tokens > args.context:
+        t.fate = "ended"
+
+
+def take_prompt(t: Trajectory, tokenizer, text: str, info: dict) -> None:
+    """Takes in what a world's `reset` returns."""
     head, _, to_reply = chat_pieces(tokenizer)
+    t.ids += encode(tokenizer, head + text + to_reply)
+    t.text = text
     t.answer = info["answer"]
-    t.ids += encode(tokenizer, head + prompt + to_reply)
-    begin_turn(t, prompt, args)
 
 
-def take_reply(t: Trajectory, tokenizer, args: Args) -> None:
-    """Takes in what the world says to a turn, and what it makes of it."""
-    result = wait_for_world(t)
-    if result is None:
-        return
-    text, reward, terminated, truncated, info = result
+def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
+    """Takes in what a world's `step` returns; `text` is all that it has said."""
+    turn = range(t.turn_start, len(t.ids))
     action = info["action"]
     reply = text.removeprefix(t.text + action)
+    logp = fmean(t.logps[-len(turn) :])
+    record = {"action": action, "reply": reply, "reward": reward, "log-prob": logp}
+    t.turns.append(turn)
+    t.turn_records.append(record)
     t.said.append((action, reply))
-    t.rewards.append(reward)
+    t.text = text
     t.total += reward
-    t.turns.append(range(t.turn_start, len(t.ids)))
 
     _, to_prompt, to_reply = chat_pieces(tokenizer)
-    if t.ids[-1] != tokenizer.eos_token_id:  # the turn was cut: its end is added, not sampled
-        t.ids.append(tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
+    if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
+        t.ids.append(end)
     t.ids += encode(tokenizer, to_prompt + reply + to_reply)
-    begin_turn(t, text, args)
     if terminated or truncated:
         t.fate = "ended"
         t.terminated = terminated
         t.success = info["result"]["success"]
 
 
-def begin_turn(t: Trajectory, text: str, args: Args) -> None:
-    """The rollout, in which `text` stands now, waits no longer; it ends if a turn may not fit."""
-    t.text = text
-    t.turn_start = len(t.ids)
-    t.pending = None
-    if t.turn_start + args.max_action_tokens > args.context:
-        t.fate = "ended"
-
-
-def write(t: Trajectory, token: int, logp: float, tokenizer, max_tokens: int) -> str | None:
-    """Adds a token to the turn. Returns the action if that was its last: the end token, or one too many."""
+def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
+    """Adds a token to the turn. Returns the action if this was the last: the end token, or one at the limit."""
     t.ids.append(token)
     t.logps.append(logp)
     turn = t.ids[t.turn_start :]
@@ -413,44 +421,51 @@ def sample_tokens(logits_NV, generator, greedy: bool) -> tuple[torch.Tensor, tor
     return token_N1[:, 0], logp_NV.gather(-1, token_N1)[:, 0]
 
 
-def rollout(model, worlds, tasks, seeds, args: Args, generator, greedy=False, may_drop=False):
+def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop=False):
     """Plays tasks to their end, as many at a time as there are worlds."""
     if args.temperature <= 0:
-        raise ValueError(f"--temperature {args.temperature}: it must be above 0; evaluations are greedy, too")
-    if args.max_action_tokens < 1:
-        raise ValueError(f"--max-action-tokens {args.max_action_tokens}: a turn needs one")
+        raise ValueError(f"--temperature {args.temperature}: it must be above 0")
+    n = len(worlds)
     played = []
-    for i in range(0, len(tasks), len(worlds)):
-        now = zip(tasks[i:], seeds[i:], worlds, strict=False)
-        together = [Trajectory(task, seed, world) for task, seed, world in now]
-        play(model, together, args, generator, greedy, may_drop)
-        played += together
+    for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
+        t = Trajectory(task, seed, worlds[i % n])
+        played.append(t)
+    for i in range(0, len(played), n):
+        play(model, played[i : i + n], args, generator, greedy, may_drop)
     return played
 
 
+def start(played: list[Trajectory], pool, tokenizer, args) -> None:
+    """Starts each rollout's world and takes in the prompts; WorldBroken if no world starts."""
+    for t in played:
+        which = {"index": t.task}
+        t.pending = pool.submit(t.world.reset, seed=t.seed, options=which)
+    for t in played:
+        listen(t, tokenizer, args)
+    if all(t.fate == "broken" for t in played):
+        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
+
+
 @torch.no_grad()
-def play(model, played: list[Trajectory], args: Args, generator, greedy: bool, may_drop: bool) -> None:
+def play(model, played: list[Trajectory], args, generator, greedy, may_drop) -> None:
     """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
 
     Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
     together: a moment counted in rows, so that threads do not change the outcome.
     """
     tokenizer = model.tokenizer
+    head = model.get_output_embeddings()
     with ThreadPoolExecutor(args.world_threads) as pool:
-        for t in played:
-            t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
-        for t in played:
-            take_prompt(t, tokenizer, args)
-        if all(t.fate == "broken" for t in played):
-            raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
+        start(played, pool, tokenizer, args)
         batch = [t for t in played if t.fate == "playing"]
         memory = read_prompts(model, batch)
 
         while batch:  # row b of the memory is that of batch[b]
             # 1. one token for all that write
-            logits_BV = model.get_output_embeddings()(memory.hidden_BH).float() / args.temperature
+            logits_BV = head(memory.hidden_BH).float() / args.temperature
             token_B, logp_B = sample_tokens(logits_BV, generator, greedy)
-            for t, token, logp in zip(batch, token_B.tolist(), logp_B.tolist(), strict=True):
+            sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
+            for t, token, logp in sampled:
                 if t.pending:
                     continue
                 action = write(t, token, logp, tokenizer, args.max_action_tokens)
@@ -463,7 +478,7 @@ def play(model, played: list[Trajectory], args: Args, generator, greedy: bool, m
             if 4 * len(waiting) < len(batch):
                 continue
             for t in waiting:
-                take_reply(t, tokenizer, args)
+                listen(t, tokenizer, args)
             if may_drop and has_enough(played, args.finish_all, args.finish_each):
                 break
             rows = [b for b, t in enumerate(batch) if t.fate == "playing"]
@@ -485,7 +500,7 @@ def read_prompts(model, batch: list[Trajectory]) -> Memory:
     return memory
 
 
-def has_enough(played: list[Trajectory], finish_all: float, finish_each: int) -> bool:
+def has_enough(played, finish_all: float, finish_each: int) -> bool:
     """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
     whole = [t for t in played if t.fate != "broken"]  # a broken one is not waited for
     number = Counter(t.task for t in whole)
@@ -495,43 +510,44 @@ def has_enough(played: list[Trajectory], finish_all: float, finish_each: int) ->
 
 
 # ---------------------------------------------------------- 6. updates
-def set_advantages(played: list[Trajectory], K: int, normalise: bool) -> list[Trajectory]:
+def set_advantages(played, K: int, normalise: bool) -> list[Trajectory]:
     """Gives advantages to the rollouts that ended, where a task has two of them, and returns these rollouts.
 
     The K rollouts of a task are neighbours.
     """
     judged = []
     for i in range(0, len(played), K):
-        group = [t for t in played[i : i + K] if t.fate == "ended" and t.turns]
+        neighbours = played[i : i + K]
+        group = [t for t in neighbours if t.fate == "ended" and t.turns]
         if len(group) < 2:
             continue
         returns = [t.total for t in group]
         return_K = torch.tensor(returns, dtype=torch.float64)  # in float32 the mean of equals may be another
+        advantage_K = leave_one_out(return_K)
         if normalise:
             advantage_K = normalised(return_K)
-        else:
-            advantage_K = leave_one_out(return_K)
-        for t, advantage in zip(group, advantage_K.tolist(), strict=True):
-            t.advantage = advantage
+        for k, t in enumerate(group):
+            t.advantage = advantage_K[k].item()
         judged += group
     return judged
 
 
-def hidden_states(model, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_states(model, batch: list[Trajectory]):
     """The hidden states from which the sampled tokens are predicted [N, H], and these tokens [N].
 
     Rows are padded behind their end, which no causal model can see.
     """
-    rows = [t.ids[: t.turns[-1].stop] for t in batch]  # what the world said last is answered by nobody
+    ends = [t.turns[-1].stop for t in batch]  # what the world said last is answered by nobody
+    rows = [t.ids[:end] for t, end in zip(batch, ends, strict=True)]
     ids_BT = pad(rows).to(model.device)
     is_sampled_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     for b, t in enumerate(batch):
         for turn in t.turns:
             is_sampled_BT[b, turn.start : turn.stop] = True
     with recomputing(model):
-        hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        output = model.base_model(input_ids=ids_BT, use_cache=False)
     is_before_BT = is_sampled_BT.roll(-1, dims=1)  # a token is predicted from the position before it
-    return hidden_BTH[is_before_BT], ids_BT[is_sampled_BT]
+    return output.last_hidden_state[is_before_BT], ids_BT[is_sampled_BT]
 
 
 def token_logps(head, hidden_CH, token_C, temperature: float) -> torch.Tensor:
@@ -540,42 +556,40 @@ def token_logps(head, hidden_CH, token_C, temperature: float) -> torch.Tensor:
     return -nn.functional.cross_entropy(logits_CV, token_C, reduction="none")
 
 
-def score(model, trajectories: list[Trajectory], args: Args) -> Iterator[list]:
+def score(model, trajectories: list[Trajectory], args: Args):
     """Yields micro-batches of about one length: pairs of a rollout and its sampled tokens' log-probs [M].
 
     Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
     the backward pass: [B, T, V] never exists.
     """
-    if args.micro_batch < 1:
-        raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
     by_length = sorted(trajectories, key=lambda t: len(t.ids))
     head = model.get_output_embeddings()
-    for start in range(0, len(by_length), args.micro_batch):
-        batch = by_length[start : start + args.micro_batch]
+    chunk_logps = token_logps
+    if args.gradient_checkpointing:
+        chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
+    for i in range(0, len(by_length), args.micro_batch):
+        batch = by_length[i : i + args.micro_batch]
         hidden_NH, token_N = hidden_states(model, batch)
+        hidden = hidden_NH.split(args.logit_chunk)
+        tokens = token_N.split(args.logit_chunk)
         logps = []
-        for i in range(0, len(token_N), args.logit_chunk):
-            chunk = slice(i, i + args.logit_chunk)
-            inputs = (head, hidden_NH[chunk], token_N[chunk], args.temperature)
-            if args.gradient_checkpointing:
-                logp_C = checkpoint(token_logps, *inputs, use_reentrant=False)
-            else:
-                logp_C = token_logps(*inputs)
+        for hidden_CH, token_C in zip(hidden, tokens, strict=True):
+            logp_C = chunk_logps(head, hidden_CH, token_C, args.temperature)
             logps.append(logp_C)
         sizes = [len(t.logps) for t in batch]
-        logp_N = torch.cat(logps)
-        yield list(zip(batch, logp_N.split(sizes), strict=True))
+        logps_of_rollouts = torch.cat(logps).split(sizes)
+        yield list(zip(batch, logps_of_rollouts, strict=True))
 
 
 @torch.no_grad()
-def read_old(model, kept: list[Trajectory], args: Args) -> None:
+def read_old(model, kept: list[Trajectory], args) -> None:
     """Sets the log-probs of rollouts by the model as it is: before the first step the old ones."""
     for t, logp_M in chain.from_iterable(score(model, kept, args)):
         t.old_logp_M = logp_M
 
 
 @torch.no_grad()
-def read_ref(model, ref_model, kept: list[Trajectory], args: Args) -> None:
+def read_ref(model, ref_model, kept: list[Trajectory], args) -> None:
     """Sets the log-probs by the model of the start (E7); with LoRA that is `model` without its adapters."""
     if ref_model is None:
         model.disable_adapters()
@@ -585,14 +599,19 @@ def read_ref(model, ref_model, kept: list[Trajectory], args: Args) -> None:
         model.enable_adapters()
 
 
-def rollout_loss(t: Trajectory, logp_M: torch.Tensor, args: Args) -> tuple[torch.Tensor, dict[str, float]]:
-    """-E2, and E7 if asked for, as the mean over a rollout's tokens; and what is logged of it."""
+def rollout_loss(t: Trajectory, logp_M: torch.Tensor, args: Args):
+    """-E2, and E7 if asked for, as the mean over a rollout's tokens; and what is logged of it, as a dict."""
     advantage = torch.tensor(t.advantage)
     lengths = [len(turn) for turn in t.turns]
     w_M = ratios(logp_M, t.old_logp_M, lengths, args.level)
     gain_M = surrogate(w_M, advantage, args.clip, args.lower_bound)
     is_clipped_M = gain_M < w_M * advantage
-    figures = {"update/ratio": w_M.max().item(), "update/clipped": is_clipped_M.float().mean().item()}
+    gap_M = t.old_logp_M - torch.tensor(t.logps)
+    figures = {
+        "update/ratio": w_M.max().item(),
+        "update/clipped": is_clipped_M.float().mean().item(),
+        "update/sampler_gap": gap_M.abs().max().item(),
+    }
     if args.kl:
         penalty_M = kl_penalty(logp_M, t.ref_logp_M)
         figures["update/kl"] = penalty_M.mean().item()
@@ -600,78 +619,91 @@ def rollout_loss(t: Trajectory, logp_M: torch.Tensor, args: Args) -> tuple[torch
     return -gain_M.mean(), figures
 
 
-def step(model, optimizer, minibatch: list[Trajectory], size: int, args: Args) -> list[dict[str, float]]:
-    """One step of the optimiser, divided by `size`. Returns figures of each rollout, and last of the step."""
+def step(model, optimizer, minibatch: list[Trajectory], size: int, args):
+    """One step of the optimiser, on a sum over `size`. Returns the rollouts' figures, and the step's own."""
     optimizer.zero_grad()
-    figures, log_ratios = [], []
+    figures = []
+    log_ratios = []
     for pairs in score(model, minibatch, args):
         loss = torch.zeros(())
         for t, logp_M in pairs:
-            if t.old_logp_M is None:  # it is in the first step
+            if t.old_logp_M is None:  # this is the first step
                 t.old_logp_M = logp_M.detach()
             loss_of_t, figures_of_t = rollout_loss(t, logp_M, args)
             loss = loss + loss_of_t / size
             figures.append(figures_of_t)
-            log_ratios.append((logp_M - t.old_logp_M).sum().item())
+            log_w_M = logp_M - t.old_logp_M
+            log_ratios.append(log_w_M.sum().item())
         loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     if not torch.isfinite(norm):
         raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
     optimizer.step()
-    of_step = {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm.item()}
-    return [*figures, of_step]
+    return figures, {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm.item()}
 
 
-def update(model, optimizer, judged: list[Trajectory], args: Args, rng, ref_model=None) -> dict[str, float]:
-    """Some epochs of steps with the rollouts of an iteration that have an advantage."""
+def update(model, optimizer, judged: list[Trajectory], args, rng, ref_model=None):
+    """Some epochs of steps with the rollouts of an iteration that have an advantage; returns figures."""
     kept = [t for t in judged if abs(t.advantage) >= args.min_advantage]
     if not kept:
         return {"update/filtered": 1.0}
     size = args.minibatch or len(kept)
     minibatches = []
     for _ in range(args.epochs):  # without regard to tasks
-        shuffled = [kept[i] for i in rng.permutation(len(kept))]
-        minibatches += [shuffled[i : i + size] for i in range(0, len(shuffled), size)]
+        order = rng.permutation(len(kept))
+        shuffled = [kept[i] for i in order]
+        for i in range(0, len(kept), size):
+            minibatches.append(shuffled[i : i + size])
 
     # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
-    for t in kept:
+    first = minibatches[0]
+    for t in first:
         t.old_logp_M = None
-    read_old(model, [t for t in kept if t not in minibatches[0]], args)
+    read_old(model, [t for t in kept if t not in first], args)
     if args.kl:
         read_ref(model, ref_model, kept, args)  # D4
 
-    figures = []
+    of_rollouts = []
+    of_steps = []
     for minibatch in minibatches:  # the last of an epoch may be smaller, and then weighs less
-        figures += step(model, optimizer, minibatch, size, args)
-    metrics = runs.means(figures)
-    metrics["update/ratio"] = max(row.get("update/ratio", 0.0) for row in figures)
+        figures, of_step = step(model, optimizer, minibatch, size, args)
+        of_rollouts += figures
+        of_steps.append(of_step)
+    metrics = runs.means(of_rollouts) | runs.means(of_steps)
+    for tag in ("update/ratio", "update/sampler_gap"):
+        metrics[tag] = max(figures[tag] for figures in of_rollouts)
     metrics["update/filtered"] = 1 - len(kept) / len(judged)
-    gaps = [(t.old_logp_M - torch.tensor(t.logps)).abs().max().item() for t in kept]
-    metrics["update/sampler_gap"] = max(gaps)
     return metrics
 
 
 # ---------------------------------------------------------- 7. evaluation
-def evaluate(model, args: Args, split: str) -> dict[str, float]:
-    """Every task of a split, sampled and greedy (names end in _greedy)."""
+def tagged(prefix: str, figures: dict[str, float]) -> dict[str, float]:
+    """Figures, their names with something before them."""
+    return {prefix + name: figure for name, figure in figures.items()}
+
+
+def evaluate(model, args: Args, split: str, prefix: str) -> dict[str, float]:
+    """Figures of every task of a split: PREFIXreturn with sampled turns, PREFIXreturn_greedy, and so on."""
     worlds = make_worlds(args, split)
     metrics = play_all(model, worlds, args, greedy=False)
-    for name, figure in play_all(model, worlds, args, greedy=True).items():
+    greedy = play_all(model, worlds, args, greedy=True)
+    for name, figure in greedy.items():
         metrics[f"{name}_greedy"] = figure
     for world in worlds:
         world.close()
-    return metrics
+    return tagged(prefix, metrics)
 
 
-def play_all(model, worlds: list, args: Args, greedy: bool) -> dict[str, float]:
-    """Figures of all tasks of worlds, played from the same seed every time, so that they compare."""
-    tasks = list(range(worlds[0].num_tasks))
-    if args.eval_episodes:
-        tasks = tasks[: args.eval_episodes]
+def play_all(model, worlds, args: Args, greedy: bool) -> dict[str, float]:
+    """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
+    last = args.eval_episodes or None
+    tasks = list(range(worlds[0].num_tasks))[:last]
     generator = torch.Generator(args.device).manual_seed(0)
-    played = rollout(model, worlds, tasks, tasks, args, generator, greedy=greedy)
+    played = rollout(model, worlds, tasks, tasks, args, generator, greedy)
     solved = {t.task: t.success for t in played}
-    metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
+    metrics = {}
+    metrics["return"] = fmean(t.total for t in played)
+    metrics["success"] = fmean(solved.values())
     if hasattr(worlds[0], "goals"):
         metrics |= worlds[0].goals(solved)
     return metrics
@@ -682,35 +714,36 @@ def average(values: list[float]) -> float:
     return fmean(values or [0.0])
 
 
-def behaviour(played: list[Trajectory], world) -> dict[str, float]:
+def behaviour(played: list[Trajectory], world) -> dict:
     """Figures of an iteration's rollouts, and the habits that the world counts."""
     ended = [t for t in played if t.fate == "ended"]  # of the others the return is not known
+    entropies = [-fmean(t.logps) for t in played if t.logps]
     metrics = {
         "rollout/return": average([t.total for t in ended]),
         "rollout/success": average([t.success for t in ended]),
         "rollout/truncated": average([not t.terminated for t in ended]),
         "rollout/length": average([len(t.said) for t in played]),
         "rollout/tokens": average([len(t.logps) for t in played]),
-        "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
+        "rollout/entropy": average(entropies),
         "rollout/dropped": average([t.fate == "dropped" for t in played]),
         "rollout/broken": average([t.fate == "broken" for t in played]),
     }
     if hasattr(world, "habits"):
         habits = world.habits([t.said for t in played])
-        metrics |= {f"habit/{name}": figure for name, figure in habits.items()}
+        metrics |= tagged("habit/", habits)
     return metrics
 
 
 def sample_of(t: Trajectory, iteration: int) -> dict:
-    """A rollout, turn by turn, as a line of rollouts.jsonl."""
-    turns = []
-    start = 0  # of a turn, in the log-probs
-    for turn, (action, reply), reward in zip(t.turns, t.said, t.rewards, strict=True):
-        logp = fmean(t.logps[start : start + len(turn)])
-        turns.append({"action": action, "reply": reply, "reward": reward, "log-prob": logp})
-        start += len(turn)
-    about = {"iteration": iteration, "answer": t.answer, "return": t.total, "fate": t.fate}
-    return {**about, "text": t.text, "turns": turns}
+    """A rollout as rollouts.jsonl has it."""
+    return {
+        "iteration": iteration,
+        "answer": t.answer,
+        "return": t.total,
+        "fate": t.fate,
+        "text": t.text,
+        "turns": t.turn_records,
+    }
 
 
 # ---------------------------------------------------------- 8. training
@@ -719,7 +752,7 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "loop_ppo")
     worlds = make_worlds(args, "train")
     difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
-    trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]  # D2
+    trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
 
     # --- all that learns, as it starts
     source = args.model or runs.checkpoint_of(worlds[0])  # D1
@@ -731,55 +764,56 @@ def main(args: Args) -> dict[str, float]:
     args = replace(args, context=readable)
     torch.set_default_device(args.device)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.01)  # the release's
+    optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's
 
     # --- a new run, or one that goes on
     run.start({"parameters": parameters, "optimizer": optimizer}, episodes=0)
     print(f"{run.folder}: starts from {source}")
     shown = "return|success$|no_op|filtered"
     if not args.resume:
-        evaluation = evaluate(model, args, "dev")
-        run.log({f"eval/{name}": figure for name, figure in evaluation.items()}, shown)
+        run.log(evaluate(model, args, "dev", "eval/"), shown)
 
     for iteration in run.iterations(args.iterations):
-        began = time.time()
         # 1. K rollouts of some tasks, all of a task from one seed
+        began = time.time()
+        K = args.rollouts
         is_short = len(trained_on) < args.tasks
-        tasks = run.rng.choice(trained_on, args.tasks, replace=is_short).repeat(args.rollouts)
-        seeds = run.rng.integers(2**31, size=args.tasks).repeat(args.rollouts)
-        played = rollout(model, worlds, tasks.tolist(), seeds.tolist(), args, run.generator, may_drop=True)
+        task_P = run.rng.choice(trained_on, args.tasks, replace=is_short)
+        seed_P = run.rng.integers(2**31, size=args.tasks)
+        tasks = task_P.repeat(K).tolist()
+        seeds = seed_P.repeat(K).tolist()
+        played = rollout(model, worlds, tasks, seeds, args, run.generator, may_drop=True)
         rolled = time.time()
 
         # 2. their advantages, and some steps
         if args.anneal_lr:  # D3
             left = 1 - (iteration - 1) / args.iterations
             optimizer.param_groups[0]["lr"] = args.lr * left
-        judged = set_advantages(played, args.rollouts, args.normalise)
+        judged = set_advantages(played, K, args.normalise)
         metrics = behaviour(played, worlds[0])
         metrics |= update(model, optimizer, judged, args, run.rng, ref_model)
 
         # 3. the books
         run.state["episodes"] += len(played)
-        seconds = rolled - began
-        metrics |= {"time/rollout": seconds, "time/update": time.time() - rolled}
-        metrics["time/tokens_per_second"] = sum(len(t.logps) for t in played) / seconds
+        metrics["time/rollout"] = rolled - began
+        metrics["time/update"] = time.time() - rolled
+        written = sum(len(t.logps) for t in played)
+        metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
         if run.is_due(args.eval_every):
-            evaluation = evaluate(model, args, "dev")
-            metrics |= {f"eval/{name}": figure for name, figure in evaluation.items()}
-        first, rest = played[: args.rollouts], played[args.rollouts :]
-        odd = [t for t in rest if t.fate != "ended"]
-        run.log(metrics, shown, [sample_of(t, iteration) for t in first + odd])
+            metrics |= evaluate(model, args, "dev", "eval/")
+        shown_rollouts = played[:K] + [t for t in played[K:] if t.fate != "ended"]
+        samples = [sample_of(t, iteration) for t in shown_rollouts]
+        run.log(metrics, shown, samples)
         if run.is_due(args.save_every) or run.stopped:
             run.save({"actor": (model, model.tokenizer)})
 
-    figures = {}
+    tests = {}
     if hasattr(worlds[0], "split") and not run.stopped:
-        for split in ("test_normal", "test_challenge"):
-            tested = evaluate(model, args, split.replace("_", "-"))
-            figures |= {f"{split}_{name}": figure for name, figure in tested.items()}
+        tests |= evaluate(model, args, "test-normal", "test_normal_")
+        tests |= evaluate(model, args, "test-challenge", "test_challenge_")
     for world in worlds:
         world.close()
-    return run.finish(episodes=run.state["episodes"], **figures)
+    return run.finish(episodes=run.state["episodes"], **tests)
 
 
 if __name__ == "__main__":
