@@ -29,12 +29,10 @@ Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain
 from statistics import fmean
 from typing import Literal
 
@@ -161,16 +159,16 @@ def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: B rows of a batch, R of these that are read, T tokens of a row, Q of these that are
-# read, M sampled tokens of a rollout, N of a batch, C of a chunk, K rollouts of a task, P tasks, V vocabulary,
-# H hidden, D of an attention head.
-def leave_one_out(return_K: torch.Tensor) -> torch.Tensor:
+# Suffixes name the axes: B rows of a batch, R rows that a pass reads, T tokens of a row, Q those that a pass
+# reads, M sampled tokens of a rollout, N of a batch, C of a chunk, K rollouts of a task, P tasks,
+# V vocabulary, H hidden, D of an attention head.
+def leave_one_out(return_K) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
     K = len(return_K)
     return (return_K - return_K.mean()) * K / (K - 1)  # E1
 
 
-def normalised(return_K: torch.Tensor) -> torch.Tensor:
+def normalised(return_K) -> torch.Tensor:
     """E6: returns minus their mean, over their standard deviation [K]; 0 where all are the same."""
     return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
 
@@ -187,7 +185,7 @@ def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
     return log_w_M.clamp(max=80).exp()  # beyond 88 it would be infinite, and its clipped gradient 0 * inf
 
 
-def surrogate(w_M, advantage_M, clip: float, lower_bound="minus") -> torch.Tensor:
+def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
     """E2: min(w A, g(A)) [M]. g(A) is w A at the bound of w: (1+eps) A where A > 0, (1-eps) A where A < 0.
 
     >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
@@ -196,7 +194,7 @@ def surrogate(w_M, advantage_M, clip: float, lower_bound="minus") -> torch.Tenso
     highest = 1 + clip
     lowest = 1 - clip
     if lower_bound == "over":
-        lowest = 1 / (1 + clip)
+        lowest = 1 / highest
     bound_M = torch.where(advantage_M > 0, highest * advantage_M, lowest * advantage_M)  # E2: g(A)
     return torch.minimum(w_M * advantage_M, bound_M)  # E2
 
@@ -230,15 +228,14 @@ def add_adapters(model, rank: int) -> None:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
         raise ValueError("--lora needs the package peft: pip install peft") from error
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    model.add_adapter(config)
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
 
 
 @contextmanager
-def recomputing(model) -> Iterator[None]:
+def recomputing(model):
     """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
 
     Layers do so in training mode only, in which they also go without a cache, so rollouts cannot stay in it.
@@ -257,7 +254,7 @@ class Memory:
     writes behind the end of a row is overwritten before anyone can see it.
     """
 
-    def __init__(self, model, batch: list[Trajectory]):
+    def __init__(self, model, batch):
         B = len(batch)
         H = model.config.hidden_size
         self.model = model
@@ -273,7 +270,7 @@ class Memory:
         for layer in self.stored:  # one by one: two whole caches would not fit
             self.stored[layer] = self.stored[layer][:, rows]
 
-    def read(self, batch: list[Trajectory]) -> None:
+    def read(self, batch) -> None:
         """Reads what is new in every rollout, but not in those that wait for their world."""
         pieces = []
         lengths = self.length_B.tolist()
@@ -283,7 +280,7 @@ class Memory:
         if not any(pieces):
             return
         size_B = torch.tensor([len(piece) for piece in pieces])
-        Q = int(size_B.max())
+        Q = max(map(len, pieces))
         rows = size_B.nonzero()[:, 0]
         if Q == 1:  # all rows, also those with nothing new: to gather the others' keys takes longer
             rows = slice(None)
@@ -312,7 +309,7 @@ class Pass(transformers.Cache):
     The model hands it to its layers; each of them calls `update` once.
     """
 
-    def __init__(self, stored: dict, rows, column_RQ):
+    def __init__(self, stored, rows, column_RQ):
         super().__init__(layers=[])
         self.stored = stored  # the memory's own
         self.rows = rows  # indices or a slice
@@ -349,14 +346,14 @@ def make_worlds(args: Args, split: str) -> list:
 
 
 def listen(t: Trajectory, tokenizer, args) -> None:
-    """Takes in what the world says, waiting for it if need be. The rollout ends if a turn may not fit then."""
+    """Takes in what the world says, waiting for it if need be. A rollout without room for a turn ends."""
     try:
         result = t.pending.result()
     except (envs.WorldBroken, envs.Unavailable) as error:
         t.fate = "broken"
         t.text += str(error)
         return
-    if t.ids:
+    if t.ids:  # the prompt is there
         take_reply(t, tokenizer, *result)
     else:
         take_prompt(t, tokenizer, *result)
@@ -366,7 +363,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
         t.fate = "ended"
 
 
-def take_prompt(t: Trajectory, tokenizer, text: str, info: dict) -> None:
+def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
     """Takes in what a world's `reset` returns."""
     head, _, to_reply = chat_pieces(tokenizer)
     t.ids += encode(tokenizer, head + text + to_reply)
@@ -399,7 +396,7 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
 
 
 def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
-    """Adds a token to the turn. Returns the action if this was the last: the end token, or one at the limit."""
+    """Adds a token to the turn. Returns the action if the turn is over: by the end token, or cut."""
     t.ids.append(token)
     t.logps.append(logp)
     turn = t.ids[t.turn_start :]
@@ -435,11 +432,10 @@ def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop
     return played
 
 
-def start(played: list[Trajectory], pool, tokenizer, args) -> None:
+def start(played, pool, tokenizer, args) -> None:
     """Starts each rollout's world and takes in the prompts; WorldBroken if no world starts."""
     for t in played:
-        which = {"index": t.task}
-        t.pending = pool.submit(t.world.reset, seed=t.seed, options=which)
+        t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
     for t in played:
         listen(t, tokenizer, args)
     if all(t.fate == "broken" for t in played):
@@ -447,7 +443,7 @@ def start(played: list[Trajectory], pool, tokenizer, args) -> None:
 
 
 @torch.no_grad()
-def play(model, played: list[Trajectory], args, generator, greedy, may_drop) -> None:
+def play(model, played, args, generator, greedy, may_drop) -> None:
     """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
 
     Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
@@ -491,7 +487,7 @@ def play(model, played: list[Trajectory], args, generator, greedy, may_drop) -> 
             t.fate = "dropped"
 
 
-def read_prompts(model, batch: list[Trajectory]) -> Memory:
+def read_prompts(model, batch) -> Memory:
     """A memory with a row for each rollout. A prompt is read once, however many rollouts begin with it."""
     different = {t.text: t for t in batch}
     memory = Memory(model, list(different.values()))
@@ -500,7 +496,7 @@ def read_prompts(model, batch: list[Trajectory]) -> Memory:
     return memory
 
 
-def has_enough(played, finish_all: float, finish_each: int) -> bool:
+def has_enough(played, finish_all, finish_each) -> bool:
     """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
     whole = [t for t in played if t.fate != "broken"]  # a broken one is not waited for
     number = Counter(t.task for t in whole)
@@ -510,7 +506,7 @@ def has_enough(played, finish_all: float, finish_each: int) -> bool:
 
 
 # ---------------------------------------------------------- 6. updates
-def set_advantages(played, K: int, normalise: bool) -> list[Trajectory]:
+def set_advantages(played, K, normalise: bool):
     """Gives advantages to the rollouts that ended, where a task has two of them, and returns these rollouts.
 
     The K rollouts of a task are neighbours.
@@ -532,13 +528,12 @@ def set_advantages(played, K: int, normalise: bool) -> list[Trajectory]:
     return judged
 
 
-def hidden_states(model, batch: list[Trajectory]):
+def hidden_states(model, batch):
     """The hidden states from which the sampled tokens are predicted [N, H], and these tokens [N].
 
     Rows are padded behind their end, which no causal model can see.
     """
-    ends = [t.turns[-1].stop for t in batch]  # what the world said last is answered by nobody
-    rows = [t.ids[:end] for t, end in zip(batch, ends, strict=True)]
+    rows = [t.ids[: t.turns[-1].stop] for t in batch]  # what the world said last is answered by nobody
     ids_BT = pad(rows).to(model.device)
     is_sampled_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     for b, t in enumerate(batch):
@@ -550,13 +545,13 @@ def hidden_states(model, batch: list[Trajectory]):
     return output.last_hidden_state[is_before_BT], ids_BT[is_sampled_BT]
 
 
-def token_logps(head, hidden_CH, token_C, temperature: float) -> torch.Tensor:
+def token_logps(head, hidden_CH, token_C, temperature) -> torch.Tensor:
     """Log-probs of tokens [C], at the temperature of sampling."""
     logits_CV = head(hidden_CH).float() / temperature
     return -nn.functional.cross_entropy(logits_CV, token_C, reduction="none")
 
 
-def score(model, trajectories: list[Trajectory], args: Args):
+def score(model, trajectories, args):
     """Yields micro-batches of about one length: pairs of a rollout and its sampled tokens' log-probs [M].
 
     Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
@@ -578,28 +573,30 @@ def score(model, trajectories: list[Trajectory], args: Args):
             logps.append(logp_C)
         sizes = [len(t.logps) for t in batch]
         logps_of_rollouts = torch.cat(logps).split(sizes)
-        yield list(zip(batch, logps_of_rollouts, strict=True))
+        yield zip(batch, logps_of_rollouts, strict=True)
 
 
 @torch.no_grad()
-def read_old(model, kept: list[Trajectory], args) -> None:
+def read_old(model, trajectories, args) -> None:
     """Sets the log-probs of rollouts by the model as it is: before the first step the old ones."""
-    for t, logp_M in chain.from_iterable(score(model, kept, args)):
-        t.old_logp_M = logp_M
+    for pairs in score(model, trajectories, args):
+        for t, logp_M in pairs:
+            t.old_logp_M = logp_M
 
 
 @torch.no_grad()
-def read_ref(model, ref_model, kept: list[Trajectory], args) -> None:
+def read_ref(model, ref_model, trajectories, args) -> None:
     """Sets the log-probs by the model of the start (E7); with LoRA that is `model` without its adapters."""
     if ref_model is None:
         model.disable_adapters()
-    for t, logp_M in chain.from_iterable(score(ref_model or model, kept, args)):
-        t.ref_logp_M = logp_M
+    for pairs in score(ref_model or model, trajectories, args):
+        for t, logp_M in pairs:
+            t.ref_logp_M = logp_M
     if ref_model is None:
         model.enable_adapters()
 
 
-def rollout_loss(t: Trajectory, logp_M: torch.Tensor, args: Args):
+def rollout_loss(t: Trajectory, logp_M, args):
     """-E2, and E7 if asked for, as the mean over a rollout's tokens; and what is logged of it, as a dict."""
     advantage = torch.tensor(t.advantage)
     lengths = [len(turn) for turn in t.turns]
@@ -619,7 +616,7 @@ def rollout_loss(t: Trajectory, logp_M: torch.Tensor, args: Args):
     return -gain_M.mean(), figures
 
 
-def step(model, optimizer, minibatch: list[Trajectory], size: int, args):
+def step(model, optimizer, minibatch, size, args):
     """One step of the optimiser, on a sum over `size`. Returns the rollouts' figures, and the step's own."""
     optimizer.zero_grad()
     figures = []
@@ -642,7 +639,7 @@ def step(model, optimizer, minibatch: list[Trajectory], size: int, args):
     return figures, {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm.item()}
 
 
-def update(model, optimizer, judged: list[Trajectory], args, rng, ref_model=None):
+def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
     """Some epochs of steps with the rollouts of an iteration that have an advantage; returns figures."""
     kept = [t for t in judged if abs(t.advantage) >= args.min_advantage]
     if not kept:
@@ -656,10 +653,8 @@ def update(model, optimizer, judged: list[Trajectory], args, rng, ref_model=None
             minibatches.append(shuffled[i : i + size])
 
     # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
-    first = minibatches[0]
-    for t in first:
-        t.old_logp_M = None
-    read_old(model, [t for t in kept if t not in first], args)
+    later = [t for t in kept if t not in minibatches[0]]
+    read_old(model, later, args)
     if args.kl:
         read_ref(model, ref_model, kept, args)  # D4
 
@@ -677,54 +672,48 @@ def update(model, optimizer, judged: list[Trajectory], args, rng, ref_model=None
 
 
 # ---------------------------------------------------------- 7. evaluation
-def tagged(prefix: str, figures: dict[str, float]) -> dict[str, float]:
-    """Figures, their names with something before them."""
-    return {prefix + name: figure for name, figure in figures.items()}
+def tagged(prefix: str, figures: dict, suffix="") -> dict:
+    """Figures by longer names."""
+    return {prefix + name + suffix: figure for name, figure in figures.items()}
 
 
-def evaluate(model, args: Args, split: str, prefix: str) -> dict[str, float]:
+def evaluate(model, args: Args, split: str, prefix: str) -> dict:
     """Figures of every task of a split: PREFIXreturn with sampled turns, PREFIXreturn_greedy, and so on."""
     worlds = make_worlds(args, split)
-    metrics = play_all(model, worlds, args, greedy=False)
+    sampled = play_all(model, worlds, args, greedy=False)
     greedy = play_all(model, worlds, args, greedy=True)
-    for name, figure in greedy.items():
-        metrics[f"{name}_greedy"] = figure
     for world in worlds:
         world.close()
-    return tagged(prefix, metrics)
+    return tagged(prefix, sampled) | tagged(prefix, greedy, "_greedy")
 
 
-def play_all(model, worlds, args: Args, greedy: bool) -> dict[str, float]:
+def play_all(model, worlds, args, greedy: bool) -> dict:
     """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
-    last = args.eval_episodes or None
-    tasks = list(range(worlds[0].num_tasks))[:last]
+    tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
     generator = torch.Generator(args.device).manual_seed(0)
     played = rollout(model, worlds, tasks, tasks, args, generator, greedy)
     solved = {t.task: t.success for t in played}
-    metrics = {}
-    metrics["return"] = fmean(t.total for t in played)
-    metrics["success"] = fmean(solved.values())
+    metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
     if hasattr(worlds[0], "goals"):
         metrics |= worlds[0].goals(solved)
     return metrics
 
 
-def average(values: list[float]) -> float:
+def average(values) -> float:
     """Their mean; 0 if there are none."""
     return fmean(values or [0.0])
 
 
-def behaviour(played: list[Trajectory], world) -> dict:
+def behaviour(played, world) -> dict:
     """Figures of an iteration's rollouts, and the habits that the world counts."""
     ended = [t for t in played if t.fate == "ended"]  # of the others the return is not known
-    entropies = [-fmean(t.logps) for t in played if t.logps]
     metrics = {
         "rollout/return": average([t.total for t in ended]),
         "rollout/success": average([t.success for t in ended]),
         "rollout/truncated": average([not t.terminated for t in ended]),
         "rollout/length": average([len(t.said) for t in played]),
         "rollout/tokens": average([len(t.logps) for t in played]),
-        "rollout/entropy": average(entropies),
+        "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
         "rollout/dropped": average([t.fate == "dropped" for t in played]),
         "rollout/broken": average([t.fate == "broken" for t in played]),
     }
@@ -734,7 +723,7 @@ def behaviour(played: list[Trajectory], world) -> dict:
     return metrics
 
 
-def sample_of(t: Trajectory, iteration: int) -> dict:
+def sample_of(t: Trajectory, iteration) -> dict:
     """A rollout as rollouts.jsonl has it."""
     return {
         "iteration": iteration,
@@ -747,15 +736,16 @@ def sample_of(t: Trajectory, iteration: int) -> dict:
 
 
 # ---------------------------------------------------------- 8. training
-def main(args: Args) -> dict[str, float]:
+def main(args: Args) -> dict:
     """Iterations of rollouts and updates; returns what it writes to summary.json."""
     run = runs.Run(args, "loop_ppo")
     worlds = make_worlds(args, "train")
-    difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
+    world = worlds[0]
+    difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
     trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
 
     # --- all that learns, as it starts
-    source = args.model or runs.checkpoint_of(worlds[0])  # D1
+    source = args.model or runs.checkpoint_of(world)  # D1
     model = make_model(args, source)
     ref_model = None
     if args.kl and not args.lora:
@@ -786,11 +776,12 @@ def main(args: Args) -> dict[str, float]:
         rolled = time.time()
 
         # 2. their advantages, and some steps
-        if args.anneal_lr:  # D3
-            left = 1 - (iteration - 1) / args.iterations
-            optimizer.param_groups[0]["lr"] = args.lr * left
+        lr = args.lr
+        if args.anneal_lr:
+            lr *= 1 - (iteration - 1) / args.iterations  # D3
+        optimizer.param_groups[0]["lr"] = lr
         judged = set_advantages(played, K, args.normalise)
-        metrics = behaviour(played, worlds[0])
+        metrics = behaviour(played, world)
         metrics |= update(model, optimizer, judged, args, run.rng, ref_model)
 
         # 3. the books
@@ -808,11 +799,11 @@ def main(args: Args) -> dict[str, float]:
             run.save({"actor": (model, model.tokenizer)})
 
     tests = {}
-    if hasattr(worlds[0], "split") and not run.stopped:
+    if hasattr(world, "split") and not run.stopped:
         tests |= evaluate(model, args, "test-normal", "test_normal_")
         tests |= evaluate(model, args, "test-challenge", "test_challenge_")
-    for world in worlds:
-        world.close()
+    for each in worlds:
+        each.close()
     return run.finish(episodes=run.state["episodes"], **tests)
 
 
