@@ -26,7 +26,6 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 """
 
-import re
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +35,6 @@ from functools import lru_cache, partial
 from statistics import fmean
 from typing import Literal
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -136,26 +134,10 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    end = tokenizer.eos_token
-    if not to_prompt.startswith(end):
-        raise ValueError(f"the chat template ends turns with another token than {end!r}")
-    return head, to_prompt.removeprefix(end), to_reply
-
-
-def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    """Rows of numbers as one tensor [B, T], filled up on the right. A row may be empty."""
     T = max(map(len, rows))
-    filled = [row + [value] * (T - len(row)) for row in rows]
-    return torch.from_numpy(np.array(filled))  # faster than torch.tensor
+    return torch.tensor([row + [0] * (T - len(row)) for row in rows])
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -209,12 +191,11 @@ def kl_penalty(logp_M, ref_logp_M) -> torch.Tensor:
 def make_model(args: Args, source: str):
     """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
     on_cpu = replace(args, device="cpu")
-    model, tokenizer = runs.load(transformers.AutoModelForCausalLM, source, on_cpu)
+    model = runs.load(transformers.AutoModelForCausalLM, source, on_cpu)
     dtype = getattr(torch, args.dtype)
     for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
         p.data = p.data.to(args.device, dtype, copy=True)
     model.to(args.device)
-    model.tokenizer = tokenizer
     if args.lora:
         add_adapters(model, args.lora_rank)
     if args.gradient_checkpointing:
@@ -285,7 +266,7 @@ class Memory:
         if Q == 1:  # all rows, also those with nothing new: to gather the others' keys takes longer
             rows = slice(None)
         size_R = size_B[rows]
-        ids_RQ = pad(pieces).to(self.model.device)[rows]
+        ids_RQ = padded(pieces)[rows]
         column_BQ = self.length_B[:, None] + torch.arange(Q)
         column_RQ = column_BQ[rows]
 
@@ -365,7 +346,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
 
 def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
     """Takes in what a world's `reset` returns."""
-    head, _, to_reply = chat_pieces(tokenizer)
+    head, _, to_reply = runs.chat_pieces(tokenizer)
     t.ids += encode(tokenizer, head + text + to_reply)
     t.text = text
     t.answer = info["answer"]
@@ -384,7 +365,7 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     t.text = text
     t.total += reward
 
-    _, to_prompt, to_reply = chat_pieces(tokenizer)
+    _, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     end = tokenizer.eos_token_id
     if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
         t.ids.append(end)
@@ -405,7 +386,7 @@ def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
     return tokenizer.decode(turn, skip_special_tokens=True)
 
 
-def sample_tokens(logits_NV, generator, greedy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(logits_NV, generator, greedy):
     """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
@@ -415,7 +396,8 @@ def sample_tokens(logits_NV, generator, greedy: bool) -> tuple[torch.Tensor, tor
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
-    return token_N1[:, 0], logp_NV.gather(-1, token_N1)[:, 0]
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
 
 
 def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop=False):
@@ -428,7 +410,7 @@ def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop
         t = Trajectory(task, seed, worlds[i % n])
         played.append(t)
     for i in range(0, len(played), n):
-        play(model, played[i : i + n], args, generator, greedy, may_drop)
+        play_together(model, played[i : i + n], args, generator, greedy, may_drop)
     return played
 
 
@@ -443,7 +425,7 @@ def start(played, pool, tokenizer, args) -> None:
 
 
 @torch.no_grad()
-def play(model, played, args, generator, greedy, may_drop) -> None:
+def play_together(model, played, args, generator, greedy, may_drop) -> None:
     """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
 
     Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
@@ -511,6 +493,8 @@ def set_advantages(played, K, normalise: bool):
 
     The K rollouts of a task are neighbours.
     """
+    if K < 2:
+        raise ValueError(f"--rollouts {K}: a rollout is judged by the others of its task, so it takes two")
     judged = []
     for i in range(0, len(played), K):
         neighbours = played[i : i + K]
@@ -528,13 +512,13 @@ def set_advantages(played, K, normalise: bool):
     return judged
 
 
-def hidden_states(model, batch):
+def states_before_sampled(model, batch):
     """The hidden states from which the sampled tokens are predicted [N, H], and these tokens [N].
 
     Rows are padded behind their end, which no causal model can see.
     """
     rows = [t.ids[: t.turns[-1].stop] for t in batch]  # what the world said last is answered by nobody
-    ids_BT = pad(rows).to(model.device)
+    ids_BT = padded(rows)
     is_sampled_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     for b, t in enumerate(batch):
         for turn in t.turns:
@@ -557,6 +541,8 @@ def score(model, trajectories, args):
     Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
     the backward pass: [B, T, V] never exists.
     """
+    if args.micro_batch < 1:
+        raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
     by_length = sorted(trajectories, key=lambda t: len(t.ids))
     head = model.get_output_embeddings()
     chunk_logps = token_logps
@@ -564,7 +550,7 @@ def score(model, trajectories, args):
         chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
     for i in range(0, len(by_length), args.micro_batch):
         batch = by_length[i : i + args.micro_batch]
-        hidden_NH, token_N = hidden_states(model, batch)
+        hidden_NH, token_N = states_before_sampled(model, batch)
         hidden = hidden_NH.split(args.logit_chunk)
         tokens = token_N.split(args.logit_chunk)
         logps = []
@@ -624,7 +610,7 @@ def step(model, optimizer, minibatch, size, args):
     for pairs in score(model, minibatch, args):
         loss = torch.zeros(())
         for t, logp_M in pairs:
-            if t.old_logp_M is None:  # this is the first step
+            if t.old_logp_M is None:  # in the first step
                 t.old_logp_M = logp_M.detach()
             loss_of_t, figures_of_t = rollout_loss(t, logp_M, args)
             loss = loss + loss_of_t / size
@@ -653,8 +639,10 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
             minibatches.append(shuffled[i : i + size])
 
     # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
-    later = [t for t in kept if t not in minibatches[0]]
-    read_old(model, later, args)
+    first = minibatches[0]
+    for t in first:
+        t.old_logp_M = None
+    read_old(model, [t for t in kept if t not in first], args)
     if args.kl:
         read_ref(model, ref_model, kept, args)  # D4
 
@@ -672,19 +660,19 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
 
 
 # ---------------------------------------------------------- 7. evaluation
-def tagged(prefix: str, figures: dict, suffix="") -> dict:
-    """Figures by longer names."""
-    return {prefix + name + suffix: figure for name, figure in figures.items()}
+def named(tag: str, figures: dict[str, float]) -> dict[str, float]:
+    """Figures by the names that `tag` makes: "habit/{}" gives habit/no_op."""
+    return {tag.format(name): figure for name, figure in figures.items()}
 
 
-def evaluate(model, args: Args, split: str, prefix: str) -> dict:
-    """Figures of every task of a split: PREFIXreturn with sampled turns, PREFIXreturn_greedy, and so on."""
+def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
+    """Figures of every task of a split, with sampled and with greedy turns."""
     worlds = make_worlds(args, split)
     sampled = play_all(model, worlds, args, greedy=False)
     greedy = play_all(model, worlds, args, greedy=True)
     for world in worlds:
         world.close()
-    return tagged(prefix, sampled) | tagged(prefix, greedy, "_greedy")
+    return named(tag, sampled) | named(f"{tag}_greedy", greedy)
 
 
 def play_all(model, worlds, args, greedy: bool) -> dict:
@@ -719,7 +707,7 @@ def behaviour(played, world) -> dict:
     }
     if hasattr(world, "habits"):
         habits = world.habits([t.said for t in played])
-        metrics |= tagged("habit/", habits)
+        metrics |= named("habit/{}", habits)
     return metrics
 
 
@@ -758,10 +746,9 @@ def main(args: Args) -> dict:
 
     # --- a new run, or one that goes on
     run.start({"parameters": parameters, "optimizer": optimizer}, episodes=0)
-    print(f"{run.folder}: starts from {source}")
     shown = "return|success$|no_op|filtered"
     if not args.resume:
-        run.log(evaluate(model, args, "dev", "eval/"), shown)
+        run.log(evaluate(model, args, "dev", "eval/{}"), shown)
 
     for iteration in run.iterations(args.iterations):
         # 1. K rollouts of some tasks, all of a task from one seed
@@ -791,20 +778,20 @@ def main(args: Args) -> dict:
         written = sum(len(t.logps) for t in played)
         metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
         if run.is_due(args.eval_every):
-            metrics |= evaluate(model, args, "dev", "eval/")
+            metrics |= evaluate(model, args, "dev", "eval/{}")
         shown_rollouts = played[:K] + [t for t in played[K:] if t.fate != "ended"]
         samples = [sample_of(t, iteration) for t in shown_rollouts]
         run.log(metrics, shown, samples)
         if run.is_due(args.save_every) or run.stopped:
-            run.save({"actor": (model, model.tokenizer)})
+            run.save({"actor": model})
 
     tests = {}
     if hasattr(world, "split") and not run.stopped:
-        tests |= evaluate(model, args, "test-normal", "test_normal_")
-        tests |= evaluate(model, args, "test-challenge", "test_challenge_")
+        tests |= evaluate(model, args, "test-normal", "test_normal_{}")
+        tests |= evaluate(model, args, "test-challenge", "test_challenge_{}")
     for each in worlds:
         each.close()
-    return run.finish(episodes=run.state["episodes"], **tests)
+    return run.finish(**tests)
 
 
 if __name__ == "__main__":
