@@ -217,7 +217,7 @@ def warm(base):
 @pytest.fixture(scope="module")
 def skilled(tmp_path_factory):
     """The folder of a model that solves some tasks, so that LOOP has something to learn from."""
-    dialogues = Lookup().demonstrations(3000, 0, skill=0.9)
+    dialogues = Lookup().demonstrations(1500, 0, skill=0.9)
     return str(taught_model(dialogues, 64, 6, tmp_path_factory.mktemp("skilled")))
 
 
@@ -507,6 +507,13 @@ def test_a_cache_goes_with_its_memory(warm):
         assert cache() is None
     finally:
         gc.enable()
+
+
+def test_what_would_play_or_learn_nonsense_is_a_sentence(warm):
+    with pytest.raises(ValueError, match=r"--temperature 0\.0: "):
+        play(warm, small(temperature=0.0))
+    with pytest.raises(ValueError, match="--micro-batch 0: "):
+        logps_of(warm, [ended(0, 1.0)], small(micro_batch=0))
 
 
 def test_scenarios_that_an_evaluation_cuts_do_not_count(warm, monkeypatch):
