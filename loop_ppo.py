@@ -49,7 +49,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "apps"  # an id of `python -m envs` (appworld: D7) or yours (docs/your_world.md); append-only
-    world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
+    world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds), such as reward=success
     seed: int = 1  # of everything random in the run; 0 or more
     iterations: int = 120  # rounds of rollouts and updates (D6; release: 200); 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
