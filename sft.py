@@ -108,8 +108,6 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
 
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from, of a file or of the world's player, or the best of them."""
-    if not 0 < args.keep <= 1:
-        raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
     if args.dataset:
         dialogues, notes = envs.datasets.read_dialogues(args.dataset, world.append_only)
         print("".join(f"{note}\n" for note in notes), end="")
@@ -118,7 +116,10 @@ def read(world, args: Args, epoch: int) -> list[dict]:
         dialogues = world.demonstrations(args.demonstrations, seed)
     if args.keep < 1:  # D5
         dialogues.sort(key=lambda dialogue: -sum(dialogue["rewards"]))
-    return dialogues[: round(args.keep * len(dialogues))]
+    n = round(args.keep * len(dialogues))
+    if n < 1:
+        raise ValueError(f"--keep {args.keep} of {len(dialogues)} dialogues: there is nothing to learn")
+    return dialogues[:n]
 
 
 def of_kind(kind: int, ids: list[int]) -> list:
@@ -169,9 +170,11 @@ def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: 
         fitting += rows
         too_long += not rows
     print(f"{too_long} of {len(dialogues)} dialogues left out as they do not fit")
+    if reply_weight < 0:
+        raise ValueError(f"--reply-weight {reply_weight}: it must be at least 0")
     if reply_weight == 0:  # D3
         for row in fitting:
-            kinds = row[:, 1]
+            kinds = row[:, 1]  # a view
             kinds[kinds == REPLY] = CONTEXT
     learned = [row for row in fitting if row[:, 1].any()]  # CONTEXT is 0
     if not learned:
@@ -231,23 +234,22 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
     return rows
 
 
+def in_parts(rows: list[Row], size: int) -> list[list[Row]]:
+    """The rows in lists of `size`; the last one may be shorter."""
+    if size < 1:
+        raise ValueError("--batch must be at least 1, and --micro-batch at least 0")
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
 def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
     """All rows once, in random order, but so that rows of similar length share a batch."""
-    if size < 1:
-        raise ValueError(f"--batch {size}: it must be at least 1")
     shuffled = [rows[i] for i in rng.permutation(len(rows))]
-    window = 16 * size
     batches = []
-    for first in range(0, len(rows), window):
-        near = sorted(shuffled[first : first + window], key=len)
+    for window in in_parts(shuffled, 16 * size):
+        near = sorted(window, key=len)
         parts = in_parts(near, size)
         batches += [parts[i] for i in rng.permutation(len(parts))]
     return batches
-
-
-def in_parts(rows: list[Row], size: int) -> list[list[Row]]:
-    """The rows in lists of so many; the last one may be shorter."""
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -355,7 +357,7 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def score_in_parts(model, rows: list[Row], micro_batch: int) -> tuple:
-    """The same, with the activations of `micro_batch` rows in memory at a time; 0: of all.
+    """`score`, with the activations of `micro_batch` rows in memory at a time; 0: of all.
 
     The backward pass recomputes them, part by part.
     """
@@ -494,13 +496,13 @@ def main(args: Args) -> dict[str, float]:
             dialogues = read(world, args, epoch)
         rows = rows_of_epoch(epoch, dialogues, tokenizer, args, run.rng)
         batches = batches_of(rows, args.batch, run.rng)
-        passes = args.epochs if epoch > 0 else 1  # the drills' rate rises and falls apart
-        behind = max(0, epoch - 1)
-        before = run.iteration - run.state["batch"]  # updates of earlier epochs
-        for iteration in run.iterations(before + len(batches)):
+        passes = args.epochs if epoch > 0 else 1  # over which the rate falls: drills have their own fall
+        passed = max(0, epoch - 1)
+        earlier = run.iteration - run.state["batch"]  # updates of the epochs before this one
+        for iteration in run.iterations(earlier + len(batches)):
             number = run.state["batch"]
-            step = behind * len(batches) + number
-            progress = (behind + number / len(batches)) / passes
+            step = passed * len(batches) + number
+            progress = (passed + number / len(batches)) / passes
             share = lr_share(step, progress, args.warm_up)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * share

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
 import sft
+from envs import runs
 from envs.datasets import make_dialogues
 from envs.worlds.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, parse, words_in
 
@@ -79,11 +80,11 @@ def extended(state: dict, guess: str, reply: str) -> dict:
 @torch.no_grad()
 def p_yes(model, tokenizer, asked: list[tuple[dict, str]], batch: int) -> list[float]:
     """P(Yes) behind each guess: of the three answers whole, however many tokens they have."""
-    args, rows, last = sft.Args(context=sys.maxsize), [], []
+    rows, last = [], []
     _, between, behind = sft.chat_pieces(tokenizer)
     for state, guess in asked:
         for reply in REPLIES:
-            rows += sft.rows_of(extended(state, guess, reply), tokenizer, args)
+            rows += sft.rows_of(extended(state, guess, reply), tokenizer, sys.maxsize)
             last.append(len(sft.encode(tokenizer, between + reply + behind)))
             rows[-1][: -last[-1], 1] = sft.CONTEXT
     order, total = sorted(range(len(rows)), key=lambda i: len(rows[i])), torch.zeros(len(rows))
@@ -137,9 +138,8 @@ def main(args: Args) -> dict[str, float]:
     """Prints the table; returns its figures."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = sft.load(
-        transformers.AutoModelForCausalLM, args.checkpoint, sft.Args(device=args.device)
-    )
+    auto = transformers.AutoModelForCausalLM
+    model, tokenizer = runs.load(auto, args.checkpoint, args)
     states, figures = late_states(args.states, args.seed), {}
     for kind in ("repeated", "excluded", "possible"):
         truth = [1 / state["left"] if kind == "possible" else 0.0 for state in states]
