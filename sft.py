@@ -81,8 +81,8 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-Row = torch.Tensor  # [T, 2]: tokens, and of each its kind; the last two kinds are learned
-CONTEXT, ACTION, REPLY = range(3)
+Row = torch.Tensor  # [T, 2]: tokens, and the kind of each
+CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two are learned
 
 
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -163,6 +163,8 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
 
 def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: float) -> list[Row]:
     """The rows of all dialogues that fit, but for those rows in which there is nothing to learn."""
+    if reply_weight < 0:
+        raise ValueError(f"--reply-weight {reply_weight}: it must be at least 0")
     fitting = []
     too_long = 0
     for dialogue in dialogues:
@@ -170,8 +172,6 @@ def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: 
         fitting += rows
         too_long += not rows
     print(f"{too_long} of {len(dialogues)} dialogues left out as they do not fit")
-    if reply_weight < 0:
-        raise ValueError(f"--reply-weight {reply_weight}: it must be at least 0")
     if reply_weight == 0:  # D3
         for row in fitting:
             kinds = row[:, 1]  # a view
@@ -200,7 +200,7 @@ def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
 
 
 def words_of(tokenizer) -> np.ndarray:
-    """Ids of the tokens that are whole words, by the mark before it that SentencePiece and GPT-2 make."""
+    """Ids of the tokens that begin with the mark of a word, SentencePiece's or GPT-2's."""
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     is_word = re.compile(r"[\u2581\u0120]\w+").fullmatch
     words = [i for i, name in enumerate(names) if is_word(name)]
@@ -445,7 +445,7 @@ def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
 
 
 def figures_of(dialogues: list[dict], suffix: str = "") -> dict[str, float]:
-    """What is logged of dialogues that were played."""
+    """What is logged of dialogues that `play` returned."""
     figures = envs.summarise(dialogues)
     return {f"eval/{name}{suffix}": figure for name, figure in figures.items()}
 
@@ -454,17 +454,17 @@ def figures_of(dialogues: list[dict], suffix: str = "") -> dict[str, float]:
 def main(args: Args) -> dict[str, float]:
     """Drills, then dialogues, update by update, then an evaluation; returns what is in summary.json."""
     run = runs.Run(args, "sft")
-    options = envs.options(args.world)
-    world = envs.make(args.env, **options)
     if args.epochs < 1:
         raise ValueError(f"--epochs {args.epochs}: it must be at least 1")
 
     # --- the dialogues, and all that learns, as it starts
+    options = envs.options(args.world)
+    world = envs.make(args.env, **options)
     is_tiny = args.model == "tiny"
     if is_tiny:
         dialogues = read(world, args, 0)
         model, tokenizer = make_tiny(dialogues, args)
-    else:  # which may fail; dialogues may take minutes to make
+    else:  # loaded first, as that may fail, and dialogues may take minutes to make
         model, tokenizer = runs.load(transformers.AutoModelForCausalLM, args.model, args)
         dialogues = read(world, args, 0)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
@@ -496,6 +496,9 @@ def main(args: Args) -> dict[str, float]:
             dialogues = read(world, args, epoch)
         rows = rows_of_epoch(epoch, dialogues, tokenizer, args, run.rng)
         batches = batches_of(rows, args.batch, run.rng)
+        if epoch == 1 and run.state["batch"] == 0:
+            for optimizer in optimizers:
+                optimizer.state.clear()  # tiny once drills are mastered, so that steps would be huge
         passes = args.epochs if epoch > 0 else 1  # over which the rate falls: drills have their own fall
         passed = max(0, epoch - 1)
         earlier = run.iteration - run.state["batch"]  # updates of the epochs before this one
@@ -506,8 +509,6 @@ def main(args: Args) -> dict[str, float]:
             share = lr_share(step, progress, args.warm_up)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * share
-                if epoch == 1 and number == 0:
-                    optimizer.state.clear()  # tiny once drills are mastered, so that steps would be huge
             figures = update(model, optimizers, batches[number], args.micro_batch, args.reply_weight)
             logs.append(figures)
             run.state["batch"] = number + 1

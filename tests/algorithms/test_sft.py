@@ -448,6 +448,8 @@ def test_lessons_go_on_where_they_stood(tmp_path, monkeypatch):
     whole = record_lessons(monkeypatch)
     sft.main(small(tmp_path / "whole", **options))
     assert len(whole) == 13
+    shares = [min((n + 1) / 3, 1 - n / total) for total in (3, 10) for n in range(total)]
+    assert [rate / 3e-3 for _, rate in whole] == pytest.approx(shares), "drills have a fall of their own"
     for stop in (1, 3, 5, 8, 9, 13):
         seen = record_lessons(monkeypatch, stop)
         sft.main(small(tmp_path / str(stop), **options))
@@ -455,6 +457,18 @@ def test_lessons_go_on_where_they_stood(tmp_path, monkeypatch):
         sft.main(small(tmp_path, **options, resume=str(run_of(tmp_path / str(stop)))))
         for (rows, rate), (expected, its_rate) in zip(seen, whole, strict=True):
             assert rate == its_rate and all(map(torch.equal, rows, expected))
+
+
+def test_every_epoch_has_all_dialogues_and_fresh_ones_if_asked(tmp_path, monkeypatch):
+    for fresh in (False, True):
+        seen = record_lessons(monkeypatch)
+        sft.main(small(tmp_path / str(fresh), fresh=fresh, eval_episodes=1))
+        tokenizer = AutoTokenizer.from_pretrained(run_of(tmp_path / str(fresh)) / "actor")
+        for epoch in (1, 2):
+            expected = rows_in(Parrot().demonstrations(40, 1 + epoch * fresh), tokenizer)
+            batches = [rows for rows, _ in seen[5 * (epoch - 1) : 5 * epoch]]
+            found = Counter(str(row.tolist()) for rows in batches for row in rows)
+            assert found == Counter(str(row.tolist()) for row in expected)
 
 
 def test_a_signal_between_two_epochs_ends_the_run_behind_the_next_update(tmp_path, monkeypatch):
@@ -673,11 +687,15 @@ def spy(monkeypatch, name: str) -> list[dict]:
 
 def test_what_main_hands_on(tmp_path, monkeypatch):
     """Drills first, then the best tenth, mistakes in context only; then greedy and sampled play."""
-    rates, updates, played = [], spy(monkeypatch, "update"), spy(monkeypatch, "play")
-    step = torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))
-    )
+    rates, is_new, updates, played = [], [], spy(monkeypatch, "update"), spy(monkeypatch, "play")
+    real = torch.optim.AdamW.step
+
+    def step(optimizer):
+        rates.append(optimizer.param_groups[0]["lr"])
+        is_new.append(not optimizer.state)
+        real(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     args = small(tmp_path, demonstrations=400, keep=0.1, drills=16, epochs=3, lr=0.01, warm_up=4)
     args = replace(args, micro_batch=3, reply_weight=0.5)
     sft.main(args)
@@ -692,6 +710,7 @@ def test_what_main_hands_on(tmp_path, monkeypatch):
     phases = [(i, 2) for i in range(2)] + [(i, 15) for i in range(15)]
     expected = [0.01 * min((i + 1) / 4, 1 - i / total) for i, total in phases]
     assert rates == pytest.approx(expected)
+    assert [i for i, new in enumerate(is_new) if new] == [0, 2], "moments of drills are no use for dialogues"
     assert [given["greedy"] for given in played] == [True, False]
     assert len({id(given["model"]) for given in updates + played}) == 1, "what was trained is what plays"
     assert {(given["micro_batch"], given["reply_weight"]) for given in updates} == {(3, 0.5)}
