@@ -459,6 +459,17 @@ def test_lessons_go_on_where_they_stood(tmp_path, monkeypatch):
             assert rate == its_rate and all(map(torch.equal, rows, expected))
 
 
+def test_a_share_of_the_rows_has_words_exchanged(tiny):
+    _, tokenizer, _ = tiny
+    dialogues = Parrot().demonstrations(300, 1)
+    rows, changed = sft.rows_to_learn(dialogues, tokenizer, 64, 1.0), []
+    for share in (0.0, 0.5, 1.0):
+        args, rng = sft.Args(**TINY | {"exchanged": share}), np.random.default_rng(0)
+        found = sft.rows_of_epoch(1, dialogues, tokenizer, args, rng)
+        changed.append(sum(not torch.equal(row, new) for row, new in zip(rows, found, strict=True)))
+    assert changed[0] == 0 and changed[2] > 50 and 0.3 < changed[1] / changed[2] < 0.7
+
+
 def test_every_epoch_has_all_dialogues_and_fresh_ones_if_asked(tmp_path, monkeypatch):
     for fresh in (False, True):
         seen = record_lessons(monkeypatch)
@@ -728,6 +739,8 @@ def test_greedy_and_sampled_figures_are_not_exchanged(tmp_path, monkeypatch):
     assert (summary["eval_return"], summary["eval_return_greedy"]) == (5, 7)
     last = lines(run_of(tmp_path) / "metrics.jsonl")[-1]
     assert (last["eval/return"], last["eval/return_greedy"]) == (5, 7)
+    samples = lines(run_of(tmp_path) / "rollouts.jsonl")
+    assert [d["rewards"] for d in samples] == [[5]] * 8, "what is kept was sampled"
 
 
 @pytest.fixture
@@ -783,7 +796,12 @@ def test_a_model_that_exists_goes_on(trained, tmp_path):
     second = sft.main(small(tmp_path / "b", model=actor, epochs=1, lr=1e-9))
     assert second["warm_start_return"] == pytest.approx(first["eval_return"], abs=0.1)
     assert second["eval_return"] == second["warm_start_return"]
-    kept = (run_of(tmp_path / "b") / "actor/tokenizer.json").read_text()
+    run = run_of(tmp_path / "b")
+    found = [row["eval/return"] for row in lines(run / "metrics.jsonl") if "eval/return" in row]
+    assert found == [second["warm_start_return"], second["eval_return"]]
+    sft.main(small(tmp_path / "b", model=actor, epochs=1, lr=1e-9, resume=str(run)))
+    assert len(lines(run / "metrics.jsonl")) == 2, "a run that goes on does not start again"
+    kept = (run / "actor/tokenizer.json").read_text()
     assert json.loads(kept)["model"] == json.loads(Path(actor, "tokenizer.json").read_text())["model"]
 
 
