@@ -91,21 +91,6 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    end = tokenizer.eos_token
-    if not to_prompt.startswith(end):
-        raise ValueError(f"the chat template ends turns with another token than {end!r}")
-    return head, to_prompt.removeprefix(end), to_reply
-
-
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from, of a file or of the world's player, or the best of them."""
     if args.dataset:
@@ -134,7 +119,7 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
     ends the row as the reply, cut to the room that is left, and begins the next row as its prompt.
     No rows come back for a dialogue that does not fit into `context` tokens.
     """
-    head, to_prompt, to_reply = chat_pieces(tokenizer)
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     texts = dialogue["observations"]
     imitated = dialogue.get("imitate", [True] * len(texts))
     prompt = encode(tokenizer, head + texts[0] + to_reply)
@@ -312,7 +297,7 @@ def make_vocabulary(said: Counter, size: int, phrases: int):
 
 
 def make_tiny(dialogues: list[dict], args: Args):
-    """D1: a small Llama with random weights, and a tokenizer for what is said in these dialogues."""
+    """D1: a small Llama with random weights; its attribute `tokenizer` is made for these dialogues."""
     said = Counter()
     for dialogue in dialogues:
         texts = dialogue["observations"]
@@ -337,7 +322,21 @@ def make_tiny(dialogues: list[dict], args: Args):
         pad_token_id=end,
     )  # D1
     model = transformers.AutoModelForCausalLM.from_config(config)
-    return model.to(args.device).eval(), tokenizer
+    model.tokenizer = tokenizer
+    return model.to(args.device).eval()
+
+
+def set_generation(model, max_action_tokens: int) -> None:
+    """Has `generate` write a turn: samples of the model's own distribution, up to the end of the turn."""
+    tokenizer = model.tokenizer
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_action_tokens,
+    )
 
 
 def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -415,8 +414,9 @@ def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: f
 
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
-def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
+def play(model, args: Args, greedy: bool) -> list[dict]:
     """Every task once, in lockstep, `generate` writing. Where the context has no room, a dialogue ends."""
+    tokenizer = model.tokenizer
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(num_tasks))[: args.eval_episodes or None]
@@ -438,16 +438,9 @@ def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
         written = model.generate(**inputs, do_sample=not greedy)
         written = written[:, inputs.input_ids.shape[1] :]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-        actions = dict(zip(prompts, texts, strict=True))
-        worlds.step([actions.get(i) for i in tasks])
+        worlds.step(dict(zip(prompts, texts, strict=True)))
     worlds.close()
     return worlds.dialogues
-
-
-def figures_of(dialogues: list[dict], suffix: str = "") -> dict[str, float]:
-    """What is logged of dialogues that `play` returned."""
-    figures = envs.summarise(dialogues)
-    return {f"eval/{name}{suffix}": figure for name, figure in figures.items()}
 
 
 # ---------------------------------------------------------- 8. training
@@ -463,47 +456,43 @@ def main(args: Args) -> dict[str, float]:
     is_tiny = args.model == "tiny"
     if is_tiny:
         dialogues = read(world, args, 0)
-        model, tokenizer = make_tiny(dialogues, args)
+        model = make_tiny(dialogues, args)
     else:  # loaded first, as that may fail, and dialogues may take minutes to make
-        model, tokenizer = runs.load(transformers.AutoModelForCausalLM, args.model, args)
+        model = runs.load(transformers.AutoModelForCausalLM, args.model, args)
         dialogues = read(world, args, 0)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=args.max_action_tokens,
-    )
+    tokenizer = model.tokenizer
+    set_generation(model, args.max_action_tokens)
     optimizers = make_optimizers(model, args.optimizer, args.lr)
     modules = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     modules["model"] = model
 
-    # --- a new run, or one that goes on: `batch` batches of `epoch` are done, which began with `epoch_rng`
-    run.start(modules, epoch=0, batch=0, epoch_rng=run.rng.bit_generator.state)
-    print(f"{run.folder}: {model.num_parameters():,} parameters, {len(tokenizer):,} tokens")
+    # --- a new run, or one that goes on: `batch` batches are done of `epoch`, which began with `rng`
+    position = {"epoch": 0, "batch": 0, "rng": run.rng.bit_generator.state}
+    run.start(modules, episodes=len(dialogues), position=position)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer):,} tokens")
     if not (args.resume or is_tiny):
-        played = play(model, tokenizer, args, greedy=False)
-        run.log(figures_of(played), "return")
-    run.rng.bit_generator.state = run.state["epoch_rng"]  # the epoch's batches are made again
+        sampled = play(model, args, greedy=False)
+        run.log(envs.summarise(sampled, "eval/{}"), "return")
 
     # --- epoch by epoch, and after the last update the evaluation
     logs = []
-    for epoch in range(run.state["epoch"], args.epochs + 1):
-        run.state["epoch"] = epoch
-        run.state["epoch_rng"] = run.rng.bit_generator.state
+    position = run.state["position"]
+    run.rng.bit_generator.state = position["rng"]  # the epoch's batches are made again
+    for epoch in range(position["epoch"], args.epochs + 1):
+        position["epoch"] = epoch
+        position["rng"] = run.rng.bit_generator.state
         if args.fresh and epoch > 0:
             dialogues = read(world, args, epoch)
         rows = rows_of_epoch(epoch, dialogues, tokenizer, args, run.rng)
         batches = batches_of(rows, args.batch, run.rng)
-        if epoch == 1 and run.state["batch"] == 0:
+        if epoch == 1 and position["batch"] == 0:
             for optimizer in optimizers:
                 optimizer.state.clear()  # tiny once drills are mastered, so that steps would be huge
         passes = args.epochs if epoch > 0 else 1  # over which the rate falls: drills have their own fall
         passed = max(0, epoch - 1)
-        earlier = run.iteration - run.state["batch"]  # updates of the epochs before this one
+        earlier = run.iteration - position["batch"]  # updates of the epochs before this one
         for iteration in run.iterations(earlier + len(batches)):
-            number = run.state["batch"]
+            number = position["batch"]
             step = passed * len(batches) + number
             progress = (passed + number / len(batches)) / passes
             share = lr_share(step, progress, args.warm_up)
@@ -511,24 +500,25 @@ def main(args: Args) -> dict[str, float]:
                 optimizer.param_groups[0]["lr"] = args.lr * share
             figures = update(model, optimizers, batches[number], args.micro_batch, args.reply_weight)
             logs.append(figures)
-            run.state["batch"] = number + 1
+            position["batch"] = number + 1
             is_last = epoch == args.epochs and number + 1 == len(batches)
             is_due = args.save_every > 0 and iteration % args.save_every == 0
             if is_due or is_last or run.stopped:
                 metrics = runs.means(logs)
                 samples = []
                 if is_last:
-                    greedy = play(model, tokenizer, args, greedy=True)
-                    sampled = play(model, tokenizer, args, greedy=False)
-                    metrics |= figures_of(greedy, "_greedy") | figures_of(sampled)
+                    greedy = play(model, args, greedy=True)
+                    sampled = play(model, args, greedy=False)
+                    metrics |= envs.summarise(greedy, "eval/{}_greedy")
+                    metrics |= envs.summarise(sampled, "eval/{}")
                     samples = sampled[:8]
                 run.log(metrics, "", samples)
-                run.save({"actor": (model, tokenizer)})
+                run.save({"actor": model})
                 logs = []
         if run.stopped:
             break
-        run.state["batch"] = 0
-    return run.finish(episodes=len(dialogues))
+        position["batch"] = 0
+    return run.finish()
 
 
 if __name__ == "__main__":

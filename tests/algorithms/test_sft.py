@@ -123,8 +123,8 @@ def tiny():
     """A model and its tokenizer, and dialogues of both toys."""
     torch.manual_seed(0)
     dialogues = Parrot().demonstrations(40, 0) + Rooms().demonstrations(40, 0)
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY))
-    return model.double(), tokenizer, dialogues
+    model = sft.make_tiny(dialogues, sft.Args(**TINY))
+    return model.double(), model.tokenizer, dialogues
 
 
 def rows_in(dialogues, tokenizer) -> list[torch.Tensor]:
@@ -242,7 +242,7 @@ def test_an_update_descends_and_clips(tiny):
 
 def test_a_loss_that_is_not_finite_stops_with_a_sentence(tiny):
     _, tokenizer, dialogues = tiny
-    model, _ = sft.make_tiny(dialogues, sft.Args(**TINY))
+    model = sft.make_tiny(dialogues, sft.Args(**TINY))
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     optimizer = torch.optim.SGD(model.parameters())
@@ -350,7 +350,7 @@ CHAT = (
 def test_a_chat_template_is_spoken_to_in_it(tiny):
     """The row is what the template makes of the same dialogue."""
     _, _, dialogues = tiny
-    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY))[1]
+    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY)).tokenizer
     tokenizer.chat_template = CHAT
     d = dialogues[0]
     (row,) = sft.rows_of(d, tokenizer, 2048)
@@ -359,7 +359,7 @@ def test_a_chat_template_is_spoken_to_in_it(tiny):
         chat += [{"role": "assistant", "content": action}, {"role": "user", "content": reply}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(row[:, 0]) == text
-    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY))[1]
+    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY)).tokenizer
     tokenizer.chat_template = CHAT.replace("eos_token", "';'")
     with pytest.raises(ValueError, match="chat template"):
         sft.rows_of(d, tokenizer, 2048)
@@ -574,7 +574,8 @@ def test_every_text_can_be_written(tiny):
 
 def test_the_most_frequent_lines_are_one_token_inside_a_text_too():
     dialogues = envs.make("mini-detective").demonstrations(50, 0)
-    _, tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=200, vocabulary=500, width=32, layers=1))
+    options = {"vocabulary": 500, "width": 32, "layers": 1}
+    tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=200, **options)).tokenizer
     texts = [text for d in dialogues for text in d["observations"]]
     assert all(tokenizer.decode(sft.encode(tokenizer, text)) == text for text in texts)
     # a line and its end, but for the last one, which has its end with it
@@ -586,7 +587,8 @@ def test_the_most_frequent_phrases_are_one_token(tmp_path):
     dialogues = envs.make("twenty-questions").demonstrations(100, 0)
     said = Counter(a for d in dialogues for a in d["actions"])
     said.update(r for d in dialogues for r in envs.replies(d["observations"], d["actions"]))
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=50, vocabulary=500, width=32, layers=1))
+    model = sft.make_tiny(dialogues, sft.Args(phrases=50, vocabulary=500, width=32, layers=1))
+    tokenizer = model.tokenizer
     assert len(tokenizer) == model.config.vocab_size <= 550
     for text, number in said.most_common(40):
         assert len(sft.encode(tokenizer, text)) == 1 and tokenizer.decode(sft.encode(tokenizer, text)) == text
@@ -600,11 +602,11 @@ def test_the_most_frequent_phrases_are_one_token(tmp_path):
 
 def test_the_tiny_model_is_what_the_flags_say(tiny):
     _, _, dialogues = tiny
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(width=64, inner=80, layers=2, context=300))
+    model = sft.make_tiny(dialogues, sft.Args(width=64, inner=80, layers=2, context=300))
     config = model.config
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 80, 2)
     assert (config.num_attention_heads, config.max_position_embeddings) == (2, 300)
-    assert config.tie_word_embeddings and config.eos_token_id == tokenizer.eos_token_id
+    assert config.tie_word_embeddings and config.eos_token_id == model.tokenizer.eos_token_id
     assert not model.training
 
 
@@ -625,12 +627,9 @@ def test_a_missing_model_is_seen_before_dialogues_are_made(tmp_path, monkeypatch
 
 
 def play(tiny, greedy, **options):
-    model, tokenizer, _ = tiny
-    args = sft.Args(**TINY | options)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = {"do_sample": True, "top_k": 0, "max_new_tokens": args.max_action_tokens}
-    model.generation_config = transformers.GenerationConfig(**ends, **config)
-    return sft.play(model, tokenizer, args, greedy)
+    model, args = tiny[0], sft.Args(**TINY | options)
+    sft.set_generation(model, args.max_action_tokens)
+    return sft.play(model, args, greedy)
 
 
 @pytest.mark.parametrize("env", ["parrot", "rooms"])
@@ -730,8 +729,8 @@ def test_what_main_hands_on(tmp_path, monkeypatch):
 def test_greedy_and_sampled_figures_are_not_exchanged(tmp_path, monkeypatch):
     real = sft.play
 
-    def play(model, tokenizer, args, greedy):
-        dialogues = real(model, tokenizer, args, greedy)
+    def play(model, args, greedy):
+        dialogues = real(model, args, greedy)
         return [d | {"rewards": [7.0 if greedy else 5.0]} for d in dialogues]
 
     monkeypatch.setattr(sft, "play", play)
