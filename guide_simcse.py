@@ -149,7 +149,8 @@ def draw_triplets(examples: Examples, args: Args, rng) -> list[Triplet]:
     if args.sampling == "paper":
         drawn = rng.integers(len(examples.triplets), size=args.batch)
         return [examples.triplets[i] for i in drawn]
-    numbers = rng.multinomial(args.descriptions, task_shares(examples))
+    shares = task_shares(examples)
+    numbers = rng.multinomial(args.descriptions, shares)  # of descriptions of each task
     triplets = []
     for task, number in zip(examples.descriptions, numbers, strict=True):
         negatives = examples.negatives[task]
@@ -160,8 +161,8 @@ def draw_triplets(examples: Examples, args: Args, rng) -> list[Triplet]:
     return triplets
 
 
-def task_shares(examples: Examples) -> np.ndarray:
-    """D2: each task's share of the descriptions of a batch goes by the square root of its pairs."""
+def task_shares(examples: Examples):
+    """Each task's share of the descriptions of a batch [tasks], by the square root of its pairs (D2)."""
     pairs = []  # of a description and a gold action, of each task
     for descriptions in examples.descriptions.values():
         actions = [len(examples.gold[description]) for description in descriptions]
@@ -294,12 +295,15 @@ Result = dict[str, Metrics]  # of each task, and under "all" the mean over the t
 def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature: float) -> torch.Tensor:
     """E1: mean over triplets of -log of the gold action's share among itself and the negatives.
 
-    `cosine_PA` compares the triplet's description with every action, `gold_P` is the triplet's own action,
-    `negatives_PA` how often each is a negative of the triplet. After Gao et al. 2021, Eq. 5. With s = cosine
-    / temperature, s+ that of the gold action and n how often an action is a negative, a triplet's loss is
+    `cosine_PA` compares the triplet's description with every action, `gold_P` says which is its gold one, and
+    `negatives_PA` how often each is a negative of it. After Gao et al. 2021, Eq. 5. Let s = cosine /
+    temperature, s+ that of the gold action, n how often an action is a negative. A sum over all actions is
 
-        -log(exp(s+) / (exp(s+) + sum of n exp(s))) = log(1 + exp(others - s+)) = softplus(others - s+)
-        others = log(sum of n exp(s)) = log(sum of exp(s + log n))
+        others = log(sum of n * exp(s)) = log(sum of exp(s + log n))
+
+    and the loss of a triplet, divided by exp(s+) above and below,
+
+        -log(exp(s+) / (exp(s+) + exp(others))) = log(1 + exp(others - s+)) = softplus(others - s+)
 
     >>> cosine_PA, negatives_PA = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[0.0, 3.0, 0.0]])
     >>> contrastive_loss(cosine_PA, torch.tensor([0]), negatives_PA, 1.0).exp()
@@ -329,7 +333,10 @@ def accuracy(cosine_PA, gold_P, negatives_PA) -> torch.Tensor:
 
 
 def ranking_metrics(score_A, is_relevant_A, gold: int | None) -> Metrics:
-    """E2 to E4 of one state; nan in E4 without a gold action. Equal scores rank as they come, in E3 as one.
+    """E2 to E4 of one state; nan in E4 without a gold action, whose place among the actions is `gold`.
+
+    The precision of E3 at a relevant action is that of all actions which score at least as much: equal scores
+    count as one block. In E2 and E4 they rank in the order in which they come.
 
     >>> metrics = ranking_metrics(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]), 2)
     >>> metrics["map"], metrics["gar"], metrics["rsr10"]
@@ -342,7 +349,7 @@ def ranking_metrics(score_A, is_relevant_A, gold: int | None) -> Metrics:
     for k in (50, 20, 10):
         hits = is_hit_A[:k].sum()
         metrics[f"rsr{k}"] = float(hits / is_hit_A.sum())  # E2
-    is_kept_RA = sorted_A >= sorted_A[is_hit_A, None]  # by a threshold at each relevant action's score
+    is_kept_RA = sorted_A >= sorted_A[is_hit_A, None]  # what scores at least as much as a relevant action
     hits_R = is_kept_RA[:, is_hit_A].sum(-1)
     precision_R = hits_R / is_kept_RA.sum(-1)
     metrics["map"] = float(precision_R.mean())  # E3
@@ -423,7 +430,8 @@ def make_tiny_encoder(texts: list[str], width: int, layers: int):
         num_attention_heads=max(1, width // 32),
     )
     encoder = transformers.AutoModel.from_config(config)
-    return encoder, transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    return encoder, tokenizer
 
 
 def mixed(device: torch.device, dtype: str):
@@ -440,8 +448,9 @@ def update(encoder, tokenizer, optimizer, triplets, gold, args: Args) -> Metrics
     with torch.device(args.device):  # on which the batch is made
         batch = lay_out(triplets, gold)
     D = len(batch.descriptions)
-    with mixed(encoder.device, args.dtype):  # D4: a description, as long as six actions, is in many triplets
-        vector_NH = embed(encoder, tokenizer, batch.descriptions + batch.actions)
+    texts = batch.descriptions + batch.actions  # D4: a description is as long as six actions, and often there
+    with mixed(encoder.device, args.dtype):
+        vector_NH = embed(encoder, tokenizer, texts)
     cosine_DA = vector_NH[:D] @ vector_NH[D:].T
     cosine_PA = cosine_DA[batch.description_P]
     negatives_PA = count_negatives(batch.count_A, batch.gold_P, batch.is_gold_PA, args.mask_gold)
@@ -493,8 +502,8 @@ def by_task(steps: list[Step], scores) -> Result:
 def baselines(steps: list[Step], uses: dict, seed: int) -> dict[str, Result]:
     """Sec. 4.1's rankings without a guide: the 50 actions used most on training paths, then the rest by lot.
 
-    G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks; `uses` has
-    a counter for each task.
+    G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks. `uses` has
+    a Counter for each task.
     """
     rng = np.random.default_rng(seed)
     shuffled = [shuffle(step, rng) for step in steps]
@@ -542,13 +551,13 @@ def best_actions(step: Step, score_A) -> list[str]:
     return lines
 
 
-def samples_of(steps: list[Step], scores, iteration: int) -> list[dict]:
+def samples_of(steps, scores, iteration: int) -> list[dict]:
     """What ranks first in one state of each task, for rankings.jsonl."""
     samples = {}
     for step, score_A in zip(steps, scores, strict=True):
         sample = {"iteration": iteration, "task": step.task, "description": step.description}
         sample["best"] = best_actions(step, score_A)
-        samples.setdefault(step.task, sample)
+        samples.setdefault(step.task, sample)  # the first one stays
     return list(samples.values())
 
 
@@ -561,7 +570,8 @@ def tables(results: dict[str, Result]) -> str:
     """Markdown: every ranking over all tasks, as the paper's Table 1, and the last of them by task."""
     over_tasks = {name: result["all"] for name, result in results.items()}
     last = list(results)[-1]
-    return table("ranking", over_tasks) + "\n" + table(last, results[last])
+    by_ranking = table("ranking", over_tasks)
+    return by_ranking + "\n" + table(last, results[last])
 
 
 def table(title: str, rows: dict[str, Metrics]) -> str:
@@ -592,11 +602,12 @@ def main(args: Args) -> dict:
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
 
     # --- a new run, or one that goes on
-    run.start({"guide": encoder, "optimizer": optimizer}, results={})
+    modules = {"guide": encoder, "optimizer": optimizer}
+    run.start(modules, results={})
     print(f"{run.folder}: {len(examples.triplets)} gold actions, {len(steps)} states to rank")
     results = run.state["results"]  # of each ranking
     if not args.resume:
-        results.update(baselines(steps, examples.uses, args.seed))
+        results |= baselines(steps, examples.uses, args.seed)
         scores = rank_steps(encoder, tokenizer, steps, args.dtype)
         results["untrained"] = by_task(steps, scores)
         samples = samples_of(steps, scores, 0)
@@ -613,8 +624,8 @@ def main(args: Args) -> dict:
         for k in range(args.updates):
             finished = iteration - 1 + (k + 1) / (args.updates + 1)  # iterations; above 0, below all
             done = finished / args.iterations
-            peak_lr = args.lr * min(1, 10 * done)  # up over the first tenth, and down all the way
-            optimizer.param_groups[0]["lr"] = peak_lr * (1 - done)
+            warmed_up = args.lr * min(1, 10 * done)  # over the first tenth
+            optimizer.param_groups[0]["lr"] = warmed_up * (1 - done)
             triplets = draw_triplets(examples, args, run.rng)
             learned += len(triplets)
             metrics = update(encoder, tokenizer, optimizer, triplets, examples.gold, args)
