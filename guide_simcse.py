@@ -17,7 +17,7 @@ Paper: Golchha et al. 2024, arXiv:2403.03141
 Differs from the paper (docs/guide_simcse.md has the reasons at length):
   D1  A gold action of the same description is never a negative (--no-mask-gold): few descriptions share many.
   D2  Balanced batches, so that no task drowns the others: tasks by the square root of their pairs, several
-      gold actions of each of 24 descriptions, fresh negatives (--sampling paper: tuples as they come).
+      gold actions of each of 24 descriptions, fresh negatives (--sampling paper: triplets as they come).
   D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
   D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, else the same.
   D5  The evaluation ranks some steps of each gold path, evenly spaced, and not all (--eval-steps 0).
@@ -76,10 +76,10 @@ class Args:
     eval_steps: int = 2  # steps of a gold path whose valid actions are ranked; 0: all (D5)
 
     # --- algorithm
-    sampling: Literal["balanced", "paper"] = "balanced"  # of the tuples of a batch (D2)
+    sampling: Literal["balanced", "paper"] = "balanced"  # of the triplets of a batch (D2)
     descriptions: int = 24  # distinct descriptions of a balanced batch
     pairs: int = 8  # gold actions of each of these, and as many hard negatives
-    batch: int = 128  # tuples of a batch of the paper's sampling (paper: 128)
+    batch: int = 128  # triplets of a batch of the paper's sampling (paper: 128)
     mask_gold: bool = True  # no gold action of a description is a negative of it (D1)
     temperature: float = 0.05  # T of E1 (authors' script: 0.05)
     lr: float = 2e-4  # up to 0.9 of it over the first tenth, then down to zero (paper: 5e-5, BERT-base)

@@ -79,10 +79,10 @@ def main(args: Args) -> None:
     chosen = states(args)
     options = guide_simcse.Args(encoder=args.guide or str(found[-1]))
     encoder, tokenizer = load_encoder(options.encoder, options)
-    scores = rank_steps(encoder, tokenizer, chosen, options)
+    scores = rank_steps(encoder, tokenizer, chosen, options.dtype)
     if args.task == "all":
         relevant = [step.relevant for step in chosen]
-        threshold, number, f1, recall = best_threshold(relevant, [np.asarray(row) for row in scores])
+        threshold, number, f1, recall = best_threshold(relevant, scores)
         print(f"{len(chosen)} states; cosine {threshold:.2f} leaves {number:.0f} actions")
         print(f"F1 {f1:.2f}, RSR {recall:.2f}")
         return
