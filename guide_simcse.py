@@ -530,7 +530,7 @@ def most_used(uses):
 
 
 def put_first(steps, chosen):
-    """The metrics of a ranking with the actions of each step's chosen set first, as one, and then the rest."""
+    """The metrics of a ranking with each step's set of chosen actions first, as one, and then the rest."""
     scores = []
     for step, first in zip(steps, chosen, strict=True):
         is_first = [action in first for action in step.actions]

@@ -179,6 +179,14 @@ def test_e1_has_no_gradient_at_masked_actions_and_is_zero_without_negatives():
     assert guide.contrastive_loss(cosine_PA, gold_P, torch.zeros(1, 3).double(), 0.05).item() == 0
 
 
+def test_accuracy_by_hand():
+    """Nearer than every negative; an equal one is not further, and what is no negative does not count."""
+    cosine_PA = torch.tensor([[0.5, 0.4, 0.9], [0.5, 0.5, 0.1], [0.5, 0.6, 0.1], [0.5, 0.1, 0.2]])
+    negatives_PA = torch.tensor([[0.0, 1, 0], [0, 1, 1], [0, 2, 1], [0, 1, 3]])
+    found = guide.accuracy(cosine_PA, torch.zeros(4, dtype=torch.long), negatives_PA)
+    assert found == 2 / 4
+
+
 def test_no_gold_action_of_a_description_is_its_negative():
     triplets, gold = toy_triplets()
     descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(triplets, gold)
@@ -584,11 +592,12 @@ def test_the_files_of_a_run(finished):
 def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     """Batches are of the training file, as what the baselines know; rankings of the other; the rate rises and
     falls; dropout is off."""
-    learned, ranked, rates, modes, known = [], [], [], [], []
+    learned, ranked, rates, modes, known, seeds = [], [], [], [], [], []
     update, rank_steps, baselines = guide.update, guide.rank_steps, guide.baselines
 
     def spied_update(encoder, optimizer, triplets, *rest):
         learned.append(triplets)
+        seeds.append(torch.initial_seed())
         rates.append(optimizer.param_groups[0]["lr"])
         modes.append(encoder.training)
         return update(encoder, optimizer, triplets, *rest)
@@ -611,6 +620,9 @@ def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     triplets = [row for batch in learned for row in batch]
     assert len(learned) == 20 and all(row[:2] in golden and row[2] in negatives for row in triplets)
     assert len({row[2] for row in triplets}) > 5 and len({tuple(batch) for batch in learned}) == 20
+    drawn = guide.draw_triplets(guide.read_examples(records), small(), np.random.default_rng(1))
+    assert learned[0] == drawn, "by the run's seed"
+    assert seeds == [2] * 5 + [3] * 5 + [4] * 5 + [5] * 5, "dropout is another in each iteration"
     assert rates[:3] == sorted(rates[:3]) and rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] < 0.1 * max(rates) and not any(modes)
     (steps, before), (again, after) = ranked
