@@ -155,9 +155,9 @@ def draw_triplets(examples, args, rng):
     for task, number in zip(examples.descriptions, numbers, strict=True):
         negatives = examples.negatives[task]
         for description in draw(examples.descriptions[task], number, rng):
-            for gold in draw(examples.gold[description], args.pairs, rng):
+            for action in draw(examples.gold[description], args.pairs, rng):
                 negative = negatives[rng.integers(len(negatives))]
-                triplets.append(Triplet(description, gold, negative))
+                triplets.append(Triplet(description, action, negative))
     return triplets
 
 
@@ -210,7 +210,7 @@ def steps_of(record, number):
     """
     n = len(record["steps"])
     number = min(number, n) or n  # 0: all
-    middles = (np.arange(number) + 0.5) * n / number
+    middles = (np.arange(number) + 0.5) * n / number  # of equal parts of the path
     wanted = set(middles.astype(int))  # D5
     description = description_of(record)
     path = set(record["gold"])
@@ -256,7 +256,7 @@ class Batch(NamedTuple):
     description_P: torch.Tensor  # which of the descriptions a triplet has
     gold_P: torch.Tensor  # which of the actions is its gold one
     count_A: torch.Tensor  # how often an action stands in the triplets
-    is_gold_PA: torch.Tensor  # whether an action is gold for a triplet's description, in all that is known
+    is_gold_PA: torch.Tensor  # whether an action is gold for a triplet's description, anywhere in the data
 
 
 def lay_out_batch(triplets, gold):
@@ -292,12 +292,11 @@ def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
     """E1: mean over triplets of -log of the gold action's share among itself and the negatives.
 
     `cosine_PA` compares the triplet's description with every action, `gold_P` says which is its gold one, and
-    `negatives_PA` how often each is a negative of it. After Gao et al. 2021, Eq. 5. Let s = cosine /
-    temperature, s+ that of the gold action, n how often an action is a negative. A sum over all actions is
+    `negatives_PA` how often each is a negative of it. After Gao et al. 2021, Eq. 5.
 
-        others = log(sum of n * exp(s)) = log(sum of exp(s + log n))
-
-    and the loss of a triplet, divided by exp(s+) above and below,
+    Let s = cosine / temperature, s+ that of the gold action, and n how often an action is a negative. In the
+    denominator stands exp(s+) + sum of n * exp(s). As n * exp(s) = exp(s + log n), the logarithm of that sum
+    is a logsumexp, here `others`. Divided by exp(s+) above and below, the loss of a triplet is
 
         -log(exp(s+) / (exp(s+) + exp(others))) = log(1 + exp(others - s+)) = softplus(others - s+)
 
@@ -315,7 +314,10 @@ def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
 
 
 def count_negatives(count_A, gold_P, is_gold_PA, mask_gold):
-    """How often each action is a negative of each triplet [P, A]: as in the batch, but for itself."""
+    """How often each action is a negative of each triplet [P, A]: as often as it stands in the batch.
+
+    Not counted is the triplet's own gold action or, with `mask_gold`, any that is gold for its description.
+    """
     if mask_gold:
         return torch.where(is_gold_PA, 0.0, count_A)  # D1
     return count_A - nn.functional.one_hot(gold_P, len(count_A))
@@ -647,10 +649,10 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. checkpoint
         if run.is_due(args.save_every) or run.stopped:
-            models = {}
+            folders = {}
             if iteration == args.iterations:  # not before: lge_drrn.py takes the newest guide/
-                models["guide"] = encoder
-            run.save(models)
+                folders["guide"] = encoder
+            run.save(folders)
 
     runs.write_text(run.folder / "tables.md", tables(results))
     print(tables(results))
