@@ -145,6 +145,7 @@ def test_code_in_an_oracles_or_a_guides_folder_is_not_run(kind, tmp_path, monkey
     for id in ("twenty-questions", "guess-my-city"):
         with pytest.raises(envs.Unavailable, match="planted"):
             envs.make(id, oracle=str(tmp_path / "planted"))
+    lge, guide = importlib.import_module("lge_drrn"), str(tmp_path / "planted")
     with pytest.raises(ValueError, match="planted"):
-        importlib.import_module("lge_drrn").load_encoder(str(tmp_path / "planted"), "cpu")
+        lge.load_encoder(guide, lge.Args(guide=guide))
     assert not witness.exists()
