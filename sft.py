@@ -39,7 +39,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds.md)
+    world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds/)
     seed: int = 1  # of all that is random but the evaluation; 0 or more
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder

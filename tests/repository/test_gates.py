@@ -851,8 +851,7 @@ def test_every_page_that_a_source_names_is_there(source):
     named = re.findall(
         r"\b(?:docs|envs|tests|benchmarks)/[\w/.-]+\.\w+\b", source.read_text(encoding="utf-8")
     )
-    moved = {"docs/worlds.md"}  # to docs/worlds/
-    assert [name for name in named if name not in moved and not (ROOT / name).exists()] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_entry_of_the_log_has_a_date_and_a_verdict():
