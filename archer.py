@@ -203,7 +203,7 @@ def advantages(q_N2, v_N2):
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: whose a token is."""
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3, E5
 
