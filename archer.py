@@ -27,22 +27,16 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
 """
 
 import copy
-import json
-import re
-import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 import envs
@@ -100,53 +94,75 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", "rewards" and, by main, "fresh" texts (D7); n + 1 "observations", states.
-# Batches are flat: a tensor [N] has one entry per action of all dialogues; last observations have none.
+# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# The N actions of a batch of dialogues are numbered through. Utterances are one for each of their states.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    if not to_prompt.startswith(tokenizer.eos_token):
-        raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
-    return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
+class Span(NamedTuple):
+    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
 
 
-def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-    """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
+def lay_out(dialogues, tokenizer):
+    """Spells dialogues as rows of token ids; each action ends with the end token.
 
-    An action ends with the end token. A row goes on while each observation adds text: V is read at its last
-    token, Q at the end token. Otherwise, as in a world that writes its observations anew, a new row begins.
+    A row goes on as long as each observation only adds text. One that is written anew begins another row.
+    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
+    action would begin.
     """
-    rows, spans = [], []
-    head, to_prompt, to_reply = chat_pieces(tokenizer)
+    if len(dialogues) == 0:
+        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
+    rows = []
+    spans = []
+    prompts = []
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
-        so_far = None
-        for observation, action in zip(dialogue["observations"], dialogue["actions"], strict=False):
-            if so_far is not None and observation != so_far and observation.startswith(so_far):
-                rows[-1] += encode(tokenizer, to_prompt + observation.removeprefix(so_far) + to_reply)
+        so_far = ""
+        for turn, observation in enumerate(dialogue["observations"]):
+            goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
+            if goes_on:
+                reply = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
             else:
-                rows.append(list(encode(tokenizer, head + observation + to_reply)))
-            first = len(rows[-1])
-            rows[-1] += [*encode(tokenizer, action), tokenizer.eos_token_id]
-            spans.append((len(rows) - 1, first, len(rows[-1])))
+                row = encode(tokenizer, head + observation + to_reply)
+            if turn == len(dialogue["actions"]):
+                prompts.append(row)
+                break
+            start = len(row)
+            action = dialogue["actions"][turn]
+            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            if goes_on:
+                rows[-1] = row
+            else:
+                rows.append(row)
+            span = Span(len(rows) - 1, start, len(row))
+            spans.append(span)
             so_far = observation + action
-    return rows, spans
+    return rows, spans, prompts
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def flat(dialogues, key):
+    """What dialogues have under a key for each action, in one list [N]."""
+    return [item for dialogue in dialogues for item in dialogue[key]]
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
 # 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, L tokens written.
-def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> torch.Tensor:
+def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
     >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
@@ -155,14 +171,15 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> 
     return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
-def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
+def value_loss(v_N2, q_N2, expectile=0.5):
     """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
-    weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
+    is_below_N2 = (gap_N2 < 0).to(gap_N2)
+    weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
 
 
-def mc_returns(rewards: list[float], gamma: float) -> list[float]:
+def mc_returns(rewards, gamma):
     """Discounted return from every turn to the end of the dialogue.
 
     >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
@@ -174,18 +191,18 @@ def mc_returns(rewards: list[float], gamma: float) -> list[float]:
     return returns[:0:-1]  # from the first turn on, without the 0 behind the last
 
 
-def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
+def advantages(q_N2, v_N2):
     """E3: min Q - min V [N], the minimum over the twins."""
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
-def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
+def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
-def baseline_loss(baseline_M, advantage_N, owner_M) -> torch.Tensor:
+def baseline_loss(baseline_M, advantage_N, owner_M):
     """E4: mean over utterances of the mean over their tokens of (A(s,a) - Vtok(s,a_<i))^2."""
     length_N = torch.bincount(owner_M, minlength=len(advantage_N))
     square_M = (advantage_N[owner_M].detach() - baseline_M) ** 2
@@ -193,67 +210,115 @@ def baseline_loss(baseline_M, advantage_N, owner_M) -> torch.Tensor:
 
 
 # ---------------------------------------------------------- 4. models
-def load(auto, source: str, args: Args):
-    """A model without dropout, in float32, and its tokenizer, from a local folder or by Hugging Face name."""
-    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
-    try:
-        model, report = auto.from_pretrained(source, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
-            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-    except Exception as error:  # a damaged folder can raise anything
-        why = runs.why_not_loaded(source, error, args)
-        raise ValueError(f"no model in {source}: {why}") from error
-    return model.to(args.device).eval(), tokenizer
+@dataclass
+class Packed:
+    """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
+
+    ids_BT: torch.Tensor
+    position_BT: torch.Tensor
+    visible_BTT: torch.Tensor  # whether a token (second axis) sees another one (third axis)
+    row_N: torch.Tensor  # of each utterance
+    state_N: torch.Tensor  # column of the last token of its state: V is read there
+    end_N: torch.Tensor  # column of its end token: Q is read there
+    owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
+    before_M: torch.Tensor  # column of the token that predicts it
+    column_M: torch.Tensor  # its own column
+
+    def hidden(self, body, dtype):
+        """The last hidden states of a decoder [B, T, H]."""
+        return read(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
 
 
-def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
-    """Packs dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
+ROW, PADDING = -1, -2  # for tokens that belong to no fork
 
-    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, the
-    utterances are the actions taken, where they are. Returns ids, positions [B, T], visible [B, query, key];
-    the row [N] of each utterance; its columns [N][1 + length]: its state's last one, then its own tokens'.
+
+def pack(dialogues, tokenizer, utterances=None) -> Packed:
+    """Packs dialogues and utterances [N][token ids]; without these the actions, which stand in the rows.
+
+    Other utterances are forks: they stand behind their row, and see it up to their state, and themselves.
+    A row "s s a s a" with the forks "b b" and "c c" in its two states:
+
+        position  0 1 2 3 4  2 3  4 5
+        fork      - - - - -  0 0  1 1
+        start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
     """
-    rows, spans = lay_out(dialogues, tokenizer)
-    # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
-    # A row "s s a s a" and "b b", "c c" in its states:  position  0 1 2 3 4  2 3  4 5
-    #                                                   seen      1 2 3 4 5  2 2  4 4
-    #                                                   fork      0 0 0 0 0  1 1  2 2
-    tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
-    columns = [[*range(first - 1, end)] for _, first, end in spans]
-    for n, ids in enumerate(utterances or []):
-        row, start, _ = spans[n]
-        columns[n] = [start - 1, *range(len(tokens[row]), len(tokens[row]) + len(ids))]
-        tokens[row] += [(token, start + i, start, n + 1) for i, token in enumerate(ids)]
-    T = max(map(len, tokens))
-    padded = np.array([row + [(0, 0, 0, -1)] * (T - len(row)) for row in tokens])  # faster than torch.tensor
-    ids_BT, position_BT, seen_BT, fork_BT = torch.from_numpy(padded).unbind(-1)
-    visible_BTT = (fork_BT[:, None] == 0) & (position_BT[:, None] < seen_BT[:, :, None])  # of the row
-    own_BTT = fork_BT[:, None] == fork_BT[:, :, None]
-    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of its own fork, up to itself
-    return (ids_BT, position_BT, visible_BTT), [row for row, _, _ in spans], columns
+    ids, spans, _ = lay_out(dialogues, tokenizer)
+    positions = [list(range(len(row))) for row in ids]
+    forks = [[ROW] * len(row) for row in ids]
+    starts = [[0] * len(row) for row in ids]
+    ends = []
+    owners = []
+    before = []
+    columns = []
+    for n, (row, start, stop) in enumerate(spans):
+        own = range(start, stop)
+        if utterances is not None:
+            length = len(utterances[n])
+            own = range(len(ids[row]), len(ids[row]) + length)
+            ids[row] += utterances[n]
+            positions[row] += range(start, start + length)
+            forks[row] += [n] * length
+            starts[row] += [start] * length
+        ends.append(own[-1])
+        owners += [n] * len(own)
+        before += [start - 1, *own[:-1]]
+        columns += own
+
+    position_BT = pad(positions)
+    return Packed(
+        ids_BT=pad(ids),
+        position_BT=position_BT,
+        visible_BTT=visibility(position_BT, pad(forks, PADDING), pad(starts)),
+        row_N=torch.tensor([span.row for span in spans]),
+        state_N=torch.tensor([span.start - 1 for span in spans]),
+        end_N=torch.tensor(ends),
+        owner_M=torch.tensor(owners),
+        before_M=torch.tensor(before),
+        column_M=torch.tensor(columns),
+    )
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None) -> torch.Tensor:
+def visibility(position_BT, fork_BT, start_BT):
+    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
+    is_row_B1T = fork_BT[:, None] == ROW
+    is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
+    return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
+
+
+def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    bias_BTC.masked_fill_(~visible_BTC, torch.finfo(torch.bfloat16).min)  # finite in either dtype
-    inputs = {"input_ids": ids_BT, "position_ids": position_BT, "attention_mask": bias_BTC[:, None]}
-    inputs = transformers.BatchEncoding(inputs).to(body.device)
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        return body(**inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state.float()
+    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    bias_BTC.masked_fill_(~visible_BTC, lowest)
+    return hidden_states(
+        body,
+        dtype,
+        input_ids=ids_BT.to(body.device),
+        position_ids=position_BT.to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
 
 
-def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args: Args):
+def hidden_states(body, dtype, **inputs):
+    """The last hidden states of a model without head, computed in `dtype`, as float32."""
+    is_mixed = dtype == "bfloat16"
+    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
+        return body(**inputs).last_hidden_state.float()
+
+
+def score(actor, dialogues, utterances, temperature, dtype):
     """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
-    batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
-    hidden_BTH = read(actor.base_model, *batch, args.dtype)
-    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # (n, reads, predicts)
-    owner_M, before_M, column_M = torch.from_numpy(np.array(pairs)).T
-    row_M = torch.tensor(row_N)[owner_M]
-    hidden_MH = hidden_BTH[row_M, before_M]
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / args.temperature
-    return logits_MV, batch[0][row_M, column_M].to(actor.device), hidden_MH, owner_M.to(actor.device)
+    packed = pack(dialogues, actor.tokenizer, utterances)
+    hidden_BTH = packed.hidden(actor.base_model, dtype)
+    row_M = packed.row_N[packed.owner_M]
+    token_M = packed.ids_BT[row_M, packed.column_M].to(actor.device)
+    hidden_MH = hidden_BTH[row_M, packed.before_M]
+    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    owner_M = packed.owner_M.to(actor.device)
+    return logits_MV, token_M, hidden_MH, owner_M
 
 
 class Critic(nn.Module):
@@ -263,125 +328,186 @@ class Critic(nn.Module):
     token. An encoder reads states and utterances apart; Q sees the [CLS] vectors of both.
     """
 
-    def __init__(self, body, tokenizer, value: float, dtype: str):
+    def __init__(self, body, value, dtype):
         super().__init__()
-        self.body, self.tokenizer, self.dtype = body, tokenizer, dtype
+        self.body = body
+        self.tokenizer = body.tokenizer
+        self.dtype = dtype
         self.is_encoder = body.config.model_type in ENCODERS
-        H = body.config.hidden_size
-        self.v_heads = nn.ModuleList(mlp(H, H, value) for _ in range(2))
-        self.q_heads = nn.ModuleList(mlp(2 * H if self.is_encoder else H, H, value) for _ in range(2))
+        width = body.config.hidden_size
+        q_inputs = 2 * width if self.is_encoder else width
+        self.v_heads = Twins(width, width, value)
+        self.q_heads = Twins(q_inputs, width, value)
 
-    def forward(self, dialogues: list[dict], utterances: list[str] | None = None):
-        """V of all states [N, 2], and Q [N, 2] of an utterance in each, by default of the action taken."""
-        if self.is_encoder:
-            v_NH = self.cls([text for d in dialogues for text in d["observations"][: len(d["actions"])]])
-            said_NH = self.cls(utterances or [action for d in dialogues for action in d["actions"]])
-            q_NH = torch.cat([v_NH, said_NH], -1)
-        else:
+    def forward(self, dialogues, utterances=None):
+        """V of all states [N, 2], and Q [N, 2] of an utterance (text) in each, by default of the action."""
+        hidden = self.read_apart if self.is_encoder else self.read_together
+        v_NH, q_NH = hidden(dialogues, utterances)
+        return self.v_heads(v_NH), self.q_heads(q_NH)
+
+    def read_together(self, dialogues, utterances):
+        """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
+        forks = None
+        if utterances is not None:
             end = [self.tokenizer.eos_token_id]
-            forks = utterances and [encode(self.tokenizer, text) + end for text in utterances]
-            batch, row_N, columns = pack(dialogues, self.tokenizer, forks)
-            hidden_BTH = read(self.body, *batch, self.dtype)
-            v_NH = hidden_BTH[row_N, [own[0] for own in columns]]
-            q_NH = hidden_BTH[row_N, [own[-1] for own in columns]]
-        return torch.cat([h(v_NH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
+            forks = [encode(self.tokenizer, text) + end for text in utterances]
+        packed = pack(dialogues, self.tokenizer, forks)
+        hidden_BTH = packed.hidden(self.body, self.dtype)
+        state_NH = hidden_BTH[packed.row_N, packed.state_N]
+        return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
-    def cls(self, texts: list[str]) -> torch.Tensor:
+    def read_apart(self, dialogues, utterances):
+        """An encoder's vectors of each state [N, H], and of both state and utterance [N, 2H]."""
+        states = []
+        for dialogue in dialogues:
+            states += dialogue["observations"][: len(dialogue["actions"])]
+        state_NH = self.cls(states)
+        said_NH = self.cls(utterances or flat(dialogues, "actions"))
+        return state_NH, torch.cat([state_NH, said_NH], -1)
+
+    def cls(self, texts):
         """[CLS] vectors [N, H]; a text that is too long loses its beginning."""
         self.tokenizer.truncation_side = "left"
         limit = self.body.config.max_position_embeddings - 2  # RoBERTa keeps two positions for itself
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
-        with torch.autocast(self.body.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            return self.body(**inputs.to(self.body.device)).last_hidden_state[:, 0].float()
+        inputs = inputs.to(self.body.device)
+        return hidden_states(self.body, self.dtype, **inputs)[:, 0]
 
 
-def mlp(inputs: int, width: int, value: float) -> nn.Module:
+class Twins(nn.Module):
+    """Two networks side by side: [N, inputs] -> [N, 2]."""
+
+    def __init__(self, inputs, width, value):
+        super().__init__()
+        self.first = mlp(inputs, width, value)
+        self.second = mlp(inputs, width, value)
+
+    def forward(self, x):
+        both = [self.first(x), self.second(x)]
+        return torch.cat(both, -1)
+
+
+def mlp(inputs, width, value):
     """Two hidden layers and one output, which starts near `value`."""
     last = nn.Linear(width, 1)
     nn.init.constant_(last.bias, value)  # D4
-    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        last,
+    )
 
 
 # ---------------------------------------------------------- 5. rollouts
-def spoken(tokenizer, ids: list[int]) -> str:
+def spoken(tokenizer, ids):
     """The part of an utterance that critic and world receive: its first line, stripped."""
-    return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.split("\n", 1)[0].strip()
+
+
+def sample_tokens(logits_NV, generator, greedy):
+    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds a uniform number
+        total_NV = logp_NV.exp().cumsum(-1)
+        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
+        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
-def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
-    """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
+def generate(actor, rows, starts, args, generator, greedy=False):
+    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
 
     A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
     """
-    B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
-    ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
-    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any start
-    is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
-    column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
-    causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
-    hidden_BCH = read(actor.base_model, ids_BC, column_BC, causal_BCC, args.dtype, cache)
+    ids_BC = pad(rows)  # on the right, where no state sees it
+    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    B, C = ids_BC.shape
+    S = start_BS.shape[1]
+    cache = transformers.DynamicCache()
+    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
+    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
-    visible_BSC = column_BC[:, None] < start_BS[..., None]
-    token_BS, open_BS, steps = None, is_state_BS, []
-    while open_BS.any() and len(steps) < args.max_action_tokens:
-        if steps:  # read the tokens just written: S more columns in the cache, each for its own state alone
-            visible_BSC = torch.cat([visible_BSC, torch.eye(S, dtype=torch.bool).expand(B, S, S)], -1)
-            position_BS = start_BS + len(steps) - 1
-            hidden_BSH = read(actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, cache)
-        logp_BSV = (actor.get_output_embeddings()(hidden_BSH) / args.temperature).log_softmax(-1)
-        if greedy:
-            token_BS = logp_BSV.argmax(-1)
-        else:  # the first token whose cumulative probability reaches a uniform number
-            u_BS1 = torch.rand(B, S, 1, generator=generator, device=generator.device)
-            token_BS = (logp_BSV.exp().cumsum(-1) < u_BS1).sum(-1).clamp(max=logp_BSV.shape[-1] - 1)
-        logp_BS = logp_BSV.gather(-1, token_BS[..., None])[..., 0]
-        steps.append((token_BS.cpu(), logp_BS.cpu() * open_BS, open_BS))
-        open_BS = open_BS & (token_BS.cpu() != actor.tokenizer.eos_token_id)
-    token_NL, logp_NL, open_NL = (torch.stack(x, -1)[is_state_BS] for x in zip(*steps, strict=True))
-    return [ids[own].tolist() for ids, own in zip(token_NL, open_NL, strict=True)], logp_NL.sum(-1)
+
+    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
+    places = []  # of the N states in [B, S], put in one line
+    for b, own in enumerate(starts):
+        places += range(b * S, b * S + len(own))
+    utterances = {place: [] for place in places}
+    total_logps = dict.fromkeys(places, 0.0)
+    for step in range(args.max_action_tokens):
+        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_N.tolist()
+        logps = logp_N.tolist()
+        for place in places:
+            utterances[place].append(tokens[place])
+            total_logps[place] += logps[place]
+        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        if not places:
+            break
+        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
+        token_BS = token_N.view(B, S)
+        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+    return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
+def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
-    seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
+    seeds = range(len(worlds))
+    if rng:
+        seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    # n tokens, encoded again from text, are up to 3n (bytes become U+FFFD): with the end token at most 4n.
-    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
+    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
+    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
     nll = []
-    while worlds.alive():
-        rows = {}
-        for i in worlds.alive():
-            played = worlds.dialogues[i]
-            layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]  # all before the dummy action ""
-            if len(rows[i]) > limit:
+    while alive := worlds.alive():
+        dialogues = [worlds.dialogues[i] for i in alive]
+        _, _, prompts = lay_out(dialogues, actor.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
+        for i in alive:
+            if len(rows[i]) > context - room:
                 worlds.cut(i)
                 del rows[i]
-        if rows:
-            starts = [[len(row)] for row in rows.values()]
-            written, logp_N = speak(actor, list(rows.values()), starts, args, generator, greedy)
-            said = dict(zip(rows, [spoken(actor.tokenizer, ids) for ids in written], strict=True))
-            worlds.step([said.get(i) for i in range(len(worlds))])
-            nll += (-logp_N).tolist()
-    return [d for d in worlds.dialogues if d["actions"]], nll
+        if not rows:
+            break
+        starts = [[len(row)] for row in rows.values()]
+        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+        worlds.step(dict(zip(rows, texts, strict=True)))
+        nll += [-logp for logp in logps]
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 
-def fresh_utterances(actor, dialogues: list[dict], args: Args, generator) -> list[list[int]]:
+def fresh_utterances(actor, dialogues, args, generator):
     """One utterance of the current actor in each of the N states of some dialogues, as token ids."""
-    rows, spans = lay_out(dialogues, actor.tokenizer)
-    starts = [[start for _, start, _ in own] for _, own in groupby(spans, lambda span: span[0])]
-    fresh, size = [], 1 + 500 * len(rows) // len(spans)  # rows with about 500 states: bounds the memory
+    rows, spans, _ = lay_out(dialogues, actor.tokenizer)
+    starts = [[] for _ in rows]
+    for span in spans:
+        starts[span.row].append(span.start)
+    size = 1 + 500 * len(rows) // len(spans)  # rows with about 500 states: bounds the memory
+    fresh = []
     for i in range(0, len(rows), size):
-        fresh += speak(actor, rows[i : i + size], starts[i : i + size], args, generator)[0]
+        part = slice(i, i + size)
+        utterances, _ = generate(actor, rows[part], starts[part], args, generator)
+        fresh += utterances
     return fresh
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
+def descend(loss, optimizer, parameters, max_norm, what):
     """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
@@ -392,208 +518,220 @@ def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: st
     return norm.item()
 
 
-def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) -> dict[str, float]:
+def with_fresh(dialogues, actor, args, generator):
+    """Dialogues with a new utterance of the actor in each state, as text: the a ~ pi of E2 (D7)."""
+    texts = [spoken(actor.tokenizer, ids) for ids in fresh_utterances(actor, dialogues, args, generator)]
+    result = []
+    for dialogue in dialogues:
+        n = len(dialogue["actions"])
+        result.append(dialogue | {"fresh": texts[:n]})
+        texts = texts[n:]
+    return result
+
+
+def critic_targets(target_critic, dialogues, return_N, args):
+    """What Q and V are to become [N, 2] each, and the expectile of V's loss."""
+    if args.critic_loss == "mc":  # App. D.1
+        return_N2 = return_N[:, None].expand(-1, 2)
+        return return_N2, return_N2, 0.5
+    if args.critic_loss == "td":
+        next_v_N2, v_target_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi
+        expectile = 0.5
+    else:
+        next_v_N2, v_target_N2 = target_critic(dialogues)  # E6: a ~ data
+        expectile = args.expectile
+    lengths = [len(dialogue["actions"]) for dialogue in dialogues]
+    last_turns = np.cumsum(lengths) - 1
+    next_v_N2 = next_v_N2.roll(-1, 0)
+    next_v_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
+    return td_target(reward_N, next_v_N2, args.gamma), v_target_N2, expectile
+
+
+def critic_update(critic, target_critic, optimizer, dialogues, args):
     """One step on E1 and E2, or on what --critic-loss selects, and one Polyak step of the target."""
-    reward_N = torch.tensor([float(r) for d in dialogues for r in d["rewards"]], device=critic.body.device)
-    return_N = reward_N.new_tensor([g for d in dialogues for g in mc_returns(d["rewards"], args.gamma)])
-    turn_N = torch.tensor([n for d in dialogues for n in range(len(d["actions"]))], device=reward_N.device)
-    is_last_N = turn_N.roll(-1) == 0  # the next entry is a turn 0; truncation counts as an end: no bootstrap
-    fresh = [text for d in dialogues for text in d["fresh"]] if args.critic_loss == "td" else None  # D7
-
-    v_N2, q_N2 = critic(dialogues)
+    returns = []
+    for dialogue in dialogues:
+        returns += mc_returns(dialogue["rewards"], args.gamma)
+    return_N = torch.tensor(returns, device=critic.body.device)
     with torch.no_grad():
-        vbar_N2, qbar_N2 = target(dialogues, fresh)
-        next_v_N2 = vbar_N2.roll(-1, 0).masked_fill(is_last_N[:, None], 0.0)
-        q_target_N2, v_target_N2 = td_target(reward_N, next_v_N2, args.gamma), qbar_N2
-        if args.critic_loss == "mc":
-            q_target_N2 = v_target_N2 = return_N[:, None].expand(-1, 2)
+        q_target_N2, v_target_N2, expectile = critic_targets(target_critic, dialogues, return_N, args)
+    v_N2, q_N2 = critic(dialogues)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
-    v_loss = value_loss(v_N2, v_target_N2, args.expectile if args.critic_loss == "iql" else 0.5)  # E2, E6
+    v_loss = value_loss(v_N2, v_target_N2, expectile)  # E2, E6
     norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
-    for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
+    for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
+
     error_N = v_N2.detach().mean(-1) - return_N
-    metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N[turn_N == 0].mean()}
-    variance = return_N.var()
+    variance = return_N.var(correction=0)
     variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
-    metrics["explained_variance"] = 1 - error_N.var() / variance
-    return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
+    explained = 1 - error_N.var(correction=0) / variance
+    return {
+        "critic/q_loss": q_loss.item(),
+        "critic/v_loss": v_loss.item(),
+        "critic/bias": error_N.mean().item(),
+        "critic/explained_variance": explained.item(),
+        "critic/grad_norm": norm,
+    }
 
 
-def actor_update(actor, start_actor, critic, baseline, optimizer, dialogues, args: Args, generator):
+def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args, generator):
     """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
     fresh = fresh_utterances(actor, dialogues, args, generator)
+    texts = [spoken(actor.tokenizer, ids) for ids in fresh]
     with torch.no_grad():
-        v_N2, q_N2 = critic(dialogues, [spoken(actor.tokenizer, ids) for ids in fresh])
-        raw_N = advantages(q_N2, v_N2)
-        advantage_N = raw_N - raw_N.mean() if args.center else raw_N  # D3
-        start_logp_MV = score(start_actor, dialogues, fresh, args)[0].log_softmax(-1)
+        v_N2, q_N2 = critic(dialogues, texts)
+        ref_logits_MV, _, _, _ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
+        ref_logp_MV = ref_logits_MV.log_softmax(-1)
+    raw_N = advantages(q_N2, v_N2)
+    advantage_N = raw_N
+    if args.center:
+        advantage_N = raw_N - raw_N.mean()  # D3
 
-    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args)
+    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
-    baseline_M = baseline(hidden_MH.detach())[:, 0] * args.baseline  # E5, D8; all 0 without --baseline
-    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)
-    token_loss = baseline_loss(baseline_M, advantage_N, owner_M) * args.baseline  # E4; 0 without --baseline
-    kl = nn.functional.kl_div(start_logp_MV, logp_MV, log_target=True, reduction="sum") / len(fresh)
-    entropy = -(logp_MV.detach().exp() * logp_MV.detach()).sum() / len(fresh)
-    loss = policy_loss + args.kl * kl + token_loss  # D1: KL(pi || pi_start), no gradient through a_<i
+    p_MV = logp_MV.exp()
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1; no gradient through a_<i
+    kl = kl_M.sum() / len(fresh)
+    baseline_M = torch.zeros_like(logp_M)
+    token_loss = logp_M.new_zeros(())
+    if args.baseline:
+        baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
+        token_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
+    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)  # E3, E5
+    loss = policy_loss + args.kl * kl + token_loss
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
-    metrics = {"loss": policy_loss, "baseline_loss": token_loss, "kl": kl, "entropy": entropy}
-    metrics |= {"advantage_mean": raw_N.mean(), "advantage_std": raw_N.std()}
-    return {f"actor/{name}": figure.item() for name, figure in metrics.items()} | {"actor/grad_norm": norm}
+    entropy_M = -(p_MV * logp_MV).sum(-1)
+    return {
+        "actor/loss": policy_loss.item(),
+        "actor/baseline_loss": token_loss.item(),
+        "actor/kl": kl.item(),
+        "actor/entropy": entropy_M.sum().item() / len(fresh),
+        "actor/advantage_mean": raw_N.mean().item(),
+        "actor/advantage_std": raw_N.std().item(),
+        "actor/grad_norm": norm,
+    }
 
 
 # ---------------------------------------------------------- 7. evaluation
-def evaluate(actor, args: Args) -> dict[str, float]:
-    """Plays the world's tasks (at most `eval_episodes`) in whole passes, sampled, and once greedily."""
-    options, metrics = envs.options(args.world), {}
-    tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes]
-    for suffix, passes in {"": max(1, round(args.eval_episodes / len(tasks))), "_greedy": 1}.items():
-        worlds = envs.VecTextEnv(args.env, passes * len(tasks), **options)
-        generator, is_greedy = torch.Generator(args.device).manual_seed(0), suffix == "_greedy"
-        figures = envs.summarise(rollout(actor, worlds, args, generator, None, tasks * passes, is_greedy)[0])
-        worlds.close()
-        metrics |= {f"{name}{suffix}": figures[name] for name in ("return", "success", "repeated")}
-    return metrics
+def play_tasks(actor, args, greedy):
+    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+
+    The seeds are always the same, so that evaluations compare.
+    """
+    if args.eval_episodes < 1:
+        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
+    options = envs.options(args.world)
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    if not greedy:
+        passes = round(args.eval_episodes / len(tasks))
+        tasks = passes * tasks
+    worlds = envs.VecTextEnv(args.env, len(tasks), **options)
+    generator = torch.Generator(args.device).manual_seed(0)
+    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    worlds.close()
+    return dialogues
 
 
-# ---------------------------------------------------------- 8. save and resume
-def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
-    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
-        temporary = run / f"{name}.tmp"
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(runs.card(run, name), encoding="utf-8")
-        shutil.rmtree(run / name, ignore_errors=True)
-        temporary.rename(run / name)
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
+def evaluate(actor, args):
+    """Figures of sampled and of greedy play."""
+    sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
+    greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
+    return sampled | greedy
 
 
-def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
-    try:
-        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, module in modules.items():
-            module.load_state_dict(state["modules"][name])
-        rng.bit_generator.state = state["rng"]
-        generator.set_state(state["generator"])
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
-    return state
+@torch.no_grad()
+def with_values(dialogue, critic):
+    """A dialogue with what the critic thinks of each turn, for people to read."""
+    v_N2, q_N2 = critic([dialogue])
+    q_N = q_N2.min(-1).values
+    v_N = v_N2.min(-1).values
+    return dialogue | {"Q": q_N.tolist(), "V": v_N.tolist()}
 
 
-# ---------------------------------------------------------- 9. training
+# ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts, critic and actor; returns what it writes to summary.json."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    started, cpu_started = time.time(), time.process_time()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
+    run = runs.Run(args, "archer")
+    rng = run.rng
+    generator = run.generator
+    options = envs.options(args.world)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
 
-    # --- all that learns, as it starts; variants of a world share a checkpoint
-    source = args.actor or str(Path(__file__).parent / "checkpoints" / worlds.envs[0].demonstration_env)
-    actor, actor.tokenizer = load(transformers.AutoModelForCausalLM, source, args)
-    start_actor = copy.deepcopy(actor).requires_grad_(False)
-    body, tokenizer = copy.deepcopy(actor.base_model), actor.tokenizer  # D2
+    # --- all that learns, as it starts
+    source = args.actor or runs.checkpoint_of(worlds.envs[0])
+    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    ref_model = copy.deepcopy(actor).requires_grad_(False)
     if args.critic:
-        body, tokenizer = load(transformers.AutoModel, args.critic, args)
-    first = [] if args.resume else rollout(actor, worlds, args, generator, rng)[0]
-    value = float(np.mean([mc_returns(d["rewards"], args.gamma)[0] for d in first] or [0.0]))  # D4
-    critic = Critic(body, tokenizer, value, args.dtype).to(args.device)
-    target = copy.deepcopy(critic).requires_grad_(False)
-    baseline = mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
+        body = runs.load(transformers.AutoModel, args.critic, args)
+    else:
+        body = copy.deepcopy(actor.base_model)  # D2
+        body.tokenizer = actor.tokenizer
+    first, _ = rollout(actor, worlds, args, generator, rng)
+    returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in first]
+    value = float(np.mean(returns))  # D4
+    critic = Critic(body, value, args.dtype).to(args.device)
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
+    width = actor.config.hidden_size
+    baseline = mlp(width, width, 0.0).to(args.device)
     moved = [*actor.parameters(), *baseline.parameters()]
     optimizer = torch.optim.AdamW(moved, lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
-    modules = {"actor": actor, "baseline": baseline, "optimizer": optimizer}
-    modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
 
     # --- a new run, or one that goes on
-    run = runs.folder(args, "archer")
-    if args.resume:
-        state = restore(run, modules, rng, generator)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-    else:
-        evaluation = evaluate(actor, args)
-        state = {"iteration": 0, "episodes": len(first), "buffer": first, "metrics": [], "samples": []}
-        state |= {"warm_start": evaluation, "evaluation": evaluation}
-    buffer = state["buffer"]  # the same list: it is saved with the state
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)  # one record
-    print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
-    writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
-    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
+    modules = {"actor": actor, "baseline": baseline, "optimizer": optimizer}
+    modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
+    run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
-        start = {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
-        state["metrics"].append(runs.log(writer, 0, start, "return"))
-    stopped = runs.stop_signals()  # Ctrl-C fills this list: after the iteration the run saves and ends
+        run.log(evaluate(actor, args), "return")
+    replay_buffer = run.state["replay_buffer"]
 
-    for iteration in range(state["iteration"] + 1, args.iterations + 1):
-        began, logs = time.time(), []
+    for iteration in run.iterations(args.iterations):
+        began = time.time()
+        logs = []
         # 1. dialogues of the current actor
         played, nll = rollout(actor, worlds, args, generator, rng)
-        buffer += played
-        while sum(len(d["actions"]) for d in buffer) > args.buffer_size and len(buffer) > 1:
-            buffer.pop(0)
+        run.state["episodes"] += len(played)
+        replay_buffer += played
+        while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
+            replay_buffer.pop(0)
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
-        pool = [buffer[i] for i in rng.integers(len(buffer), size=args.critic_pool)]
+        pool = rng.choice(replay_buffer, args.critic_pool)
         if args.critic_loss == "td":
-            texts = (spoken(actor.tokenizer, ids) for ids in fresh_utterances(actor, pool, args, generator))
-            pool = [d | {"fresh": [next(texts) for _ in d["actions"]]} for d in pool]  # D7
+            pool = with_fresh(pool, actor, args, generator)
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # a resumed run may have been given another
         for _ in range(args.critic_updates):
-            batch = [pool[i] for i in rng.integers(len(pool), size=args.critic_batch)]
-            logs.append(critic_update(critic, target, critic_optimizer, batch, args))
+            batch = rng.choice(pool, args.critic_batch)
+            logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
         # 3. the actor, on utterances of its own
-        share = (args.iterations - iteration + 1) / max(1, args.iterations - args.warmup)  # 1 at first update
-        optimizer.param_groups[0]["lr"] = args.actor_lr * (share if args.anneal_lr else 1)  # D6
-        for _ in range(args.actor_updates if iteration > args.warmup else 0):
-            batch = [buffer[i] for i in rng.integers(len(buffer), size=args.actor_batch)]
-            logs.append(actor_update(actor, start_actor, critic, baseline, optimizer, batch, args, generator))
+        if iteration > args.warmup:
+            lr = args.actor_lr
+            if args.anneal_lr:
+                lr *= (args.iterations - iteration + 1) / (args.iterations - args.warmup)  # D6
+            optimizer.param_groups[0]["lr"] = lr
+            for _ in range(args.actor_updates):
+                batch = rng.choice(replay_buffer, args.actor_batch)
+                log = actor_update(actor, ref_model, critic, baseline, optimizer, batch, args, generator)
+                logs.append(log)
 
         # 4. metrics, evaluation, checkpoint
-        state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)
-        metrics = {f"rollout/{name}": figure for name, figure in envs.summarise(played).items()}
+        metrics = envs.summarise(played, "rollout/{}")
         metrics["rollout/nll"] = float(np.mean(nll))
         metrics |= runs.means(logs)
-        is_due = iteration % args.eval_every == 0 or iteration == args.iterations
+        is_due = run.is_due(args.eval_every)
         if is_due:
-            state["evaluation"] = evaluate(actor, args)
-            metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
+            metrics |= evaluate(actor, args)
         metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
-        state["metrics"].append(runs.log(writer, iteration, metrics, "return|repeated|explained|kl"))
-        for dialogue in played[:4]:
-            with torch.no_grad():
-                v_N2, q_N2 = critic([dialogue])
-            values = {"Q": q_N2.min(-1).values.tolist(), "V": v_N2.min(-1).values.tolist()}
-            state["samples"].append({"iteration": iteration} | dialogue | values)
-        with runs.saving(run, iteration):  # a full disk, for example, does not end the run
-            runs.write(run / "metrics.jsonl", state["metrics"])
-            runs.write(run / "rollouts.jsonl", state["samples"])
-            if is_due or stopped:
-                state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-                state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-                state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
-                models = {"actor": (actor, actor.tokenizer), "critic": (critic.body, critic.tokenizer)}
-                save(run, state, models)
-        if stopped:
-            break
-    writer.close()
-
-    summary = {f"warm_start_{name}": figure for name, figure in state["warm_start"].items()}
-    summary |= {f"eval_{name}": figure for name, figure in state["evaluation"].items()}
-    summary |= {name: state[name] for name in ("iteration", "episodes")} | {"seed": args.seed} | runs.facts()
-    summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-    runs.write(run / "summary.json", [summary], indent=2)
-    print(json.dumps(summary))
-    return summary
+        samples = [{"iteration": iteration} | with_values(dialogue, critic) for dialogue in played[:4]]
+        run.log(metrics, "return|repeated|explained|kl", samples)
+        if is_due or run.stopped:
+            run.save({"actor": actor, "critic": critic.body})
+    return run.finish()
 
 
 if __name__ == "__main__":

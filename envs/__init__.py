@@ -256,7 +256,7 @@ def replies(observations: list[str], actions: list[str]) -> list[str]:
     ]
 
 
-def summarise(dialogues: list[dict]) -> dict[str, float]:
+def summarise(dialogues: list[dict], tag: str = "{}") -> dict[str, float]:
     """Mean undiscounted return, success and length of some dialogues, and four shares.
 
     Of the dialogues: "truncated", those that no end of the world's ended, and "cut", those among them that
@@ -265,7 +265,7 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     refusal), and "repeated", which an earlier one of the same dialogue had word for word: from the ninth turn
     on, where there is enough to repeat.
 
-    Raises ValueError for no dialogues.
+    `tag` makes their names: "eval/{}_greedy" gives eval/return_greedy. Raises ValueError for no dialogues.
     """
     if not dialogues:
         raise ValueError("no dialogue fits into the model's context: lower --max-action-tokens")
@@ -275,7 +275,7 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
     repeated = [
         d["actions"][k] in d["actions"][:k] for d in dialogues for k in range(LATE, len(d["actions"]))
     ]
-    return {
+    figures = {
         "return": fmean(sum(d["rewards"]) for d in dialogues),
         "success": fmean(d["success"] for d in dialogues),
         "length": fmean(len(d["actions"]) for d in dialogues),
@@ -284,6 +284,7 @@ def summarise(dialogues: list[dict]) -> dict[str, float]:
         "invalid": fmean(refused) if refused else 0.0,
         "repeated": fmean(repeated) if repeated else 0.0,
     }
+    return {tag.format(name): figure for name, figure in figures.items()}
 
 
 class VecTextEnv:
@@ -334,28 +335,20 @@ class VecTextEnv:
         ]
         return list(self.observations), [info for _, info in results]
 
-    def step(
-        self, actions: list[str | None]
-    ) -> tuple[list[str], list[float], list[bool], list[bool], list[dict]]:
-        """Takes one action in every world; those that have ended, or whose action is None, are left alone.
-
-        For these the observation and the flags are the last ones, the reward is 0 and the info empty.
-        """
-        rewards: list[float] = [0.0] * len(self)
-        infos: list[dict] = [{} for _ in self.envs]
-        for i, action in enumerate(self._one_each("actions", actions)):
-            if action is not None and not (self.terminated[i] or self.truncated[i]):
-                text, rewards[i], self.terminated[i], self.truncated[i], infos[i] = self._call(
-                    i, "step", action
-                )
-                self.observations[i] = text
-                self.dialogues[i]["observations"].append(text)
-                self.dialogues[i]["actions"].append(infos[i]["action"])
-                self.dialogues[i]["rewards"].append(rewards[i])
-                self.dialogues[i]["terminated"] = self.terminated[i]
-                if self.terminated[i] or self.truncated[i]:
-                    self.dialogues[i]["success"] = infos[i]["result"]["success"]
-        return list(self.observations), rewards, list(self.terminated), list(self.truncated), infos
+    def step(self, actions: dict[int, str]) -> None:
+        """Takes an action in each of these worlds, by its number; none of them has ended."""
+        for i, action in actions.items():
+            text, reward, terminated, truncated, info = self._call(i, "step", action)
+            self.observations[i] = text
+            self.terminated[i] = terminated
+            self.truncated[i] = truncated
+            dialogue = self.dialogues[i]
+            dialogue["observations"].append(text)
+            dialogue["actions"].append(info["action"])
+            dialogue["rewards"].append(reward)
+            dialogue["terminated"] = terminated
+            if terminated or truncated:
+                dialogue["success"] = info["result"]["success"]
 
     def cut(self, i: int) -> None:
         """Ends the dialogue of world `i` as truncated, for example because the model's context is full."""

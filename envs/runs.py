@@ -16,8 +16,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import fmean
@@ -130,7 +131,7 @@ def checkpoint_of(world) -> str:
 
 
 def load(auto, source: str, args):
-    """A model without dropout, in float32, on args.device, and its tokenizer.
+    """A model without dropout, in float32, on args.device; its tokenizer is its attribute `tokenizer`.
 
     `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name.
     Raises ValueError, in one line, for what is no whole model.
@@ -147,7 +148,27 @@ def load(auto, source: str, args):
     except Exception as error:  # a damaged folder can raise anything
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
-    return model.to(args.device).eval(), tokenizer
+    print(f"model: {source}")
+    model.tokenizer = tokenizer
+    return model.to(args.device).eval()
+
+
+@lru_cache(maxsize=8)
+def chat_pieces(tokenizer) -> tuple[str, str, str]:
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ...
+
+    Without a template all three are empty. ValueError for one that ends turns with another token than EOS.
+    """
+    if not tokenizer.chat_template:
+        return "", "", ""
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
+    end = tokenizer.eos_token
+    if not to_prompt.startswith(end):
+        raise ValueError(f"the chat template ends turns with another token than {end!r}")
+    return head, to_prompt.removeprefix(end), to_reply
 
 
 def why_not_loaded(source: str, error: Exception, args=None) -> str:
@@ -181,11 +202,12 @@ class Run:
             ...                         # the algorithm
             run.log(metrics, "return")
             if run.is_due(args.save_every) or run.stopped:
-                run.save({"actor": (actor, tokenizer)})
-        return run.finish(episodes=run.state["episodes"])
+                run.save({"actor": actor})
+        return run.finish()
 
     `args` need the fields seed, threads, device, runs, name, env and resume. `state` has what a script wants
-    back when it resumes, beside its modules: numbers, text, and lists and dicts of these.
+    back when it resumes, beside its modules: numbers, which are in the summary, too, text, and lists and
+    dicts of these.
     """
 
     def __init__(self, args, script: str, samples_file: str = "rollouts.jsonl"):
@@ -216,8 +238,6 @@ class Run:
 
         A module is anything with state_dict and load_state_dict.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         self.modules, self.state = modules, state
         if self.args.resume:
             self.folder = Path(self.args.resume)
@@ -225,9 +245,17 @@ class Run:
         else:
             self.folder = new_folder(self.args, self.script)
         write_json(self.folder / "args.json", asdict(replace(self.args, resume="")))
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.iteration + 1)
+        print(self.folder)
+        self.open_curves()
         rows = [f"|{name}|{value}|\n" for name, value in vars(self.args).items()]
         self.writer.add_text("args", "|name|value|\n|-|-|\n" + "".join(rows))
+        self.writer.flush()  # what cannot be written is known now
+
+    def open_curves(self) -> None:
+        """A new file for TensorBoard; of older ones counts what was before the next iteration."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.iteration + 1)
 
     def restore(self) -> None:
         """Puts a checkpoint back; ValueError if that does not work."""
@@ -249,7 +277,7 @@ class Run:
             raise ValueError(f"{path} cannot be resumed: {type(error).__name__}: {error}") from error
 
     def iterations(self, last: int) -> Iterator[int]:
-        """The numbers of the iterations that are left, up to `last`, or to the one that a signal falls into."""
+        """The numbers of the iterations that are left, up to `last` or the one that a signal falls into."""
         self.last = last
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask_to_stop)
@@ -273,22 +301,27 @@ class Run:
         Those whose tag has the regular expression `shown` in it are printed. A figure that is nan is not
         defined, as what is explained of no variance: it is printed "-", and left out elsewhere.
         """
-        defined = {tag: figure for tag, figure in metrics.items() if not math.isnan(figure)}
+        # float: a checkpoint with numbers of numpy in it could not be read again
+        defined = {tag: float(figure) for tag, figure in metrics.items() if not math.isnan(figure)}
         words = [f"{self.iteration:5d}"]
         for tag in metrics:
-            if tag in defined:
-                self.writer.add_scalar(tag, defined[tag], self.iteration)
             if re.search(shown, tag):
                 words.append(f"{tag} {defined[tag]:.4g}" if tag in defined else f"{tag} -")
         print("  ".join(words), flush=True)
         self.metrics.append({"iteration": self.iteration} | defined)
         self.samples += samples
+        with self.writing("the curves"):
+            if "the curves" in self.unsaved:
+                self.open_curves()  # a writer that has failed once is of no more use
+            for tag, figure in defined.items():
+                self.writer.add_scalar(tag, figure, self.iteration)
+            self.writer.flush()
         with self.writing("the log"):
             write_jsonl(self.folder / "metrics.jsonl", self.metrics)
             write_jsonl(self.folder / self.samples_file, self.samples)
 
     def save(self, models: dict) -> None:
-        """A checkpoint to resume from, and a folder of each of `models`: name -> (model, tokenizer)."""
+        """A checkpoint to resume from, and a folder of each of `models`, by name, with its tokenizer."""
         import torch
 
         state = {name: getattr(self, name) for name in ("iteration", "state", "metrics", "samples")}
@@ -297,10 +330,10 @@ class Run:
         state["rng"], state["torch_rng"] = self.rng.bit_generator.state, torch.get_rng_state()
         state["generator"] = self.generator.get_state()
         with self.writing("the checkpoint"):
-            for name, (model, tokenizer) in models.items():  # first: these may fit on a nearly full disk
+            for name, model in models.items():  # first: these may fit on a nearly full disk
                 temporary = self.folder / f"{name}.tmp"
                 model.save_pretrained(temporary)
-                tokenizer.save_pretrained(temporary)
+                model.tokenizer.save_pretrained(temporary)
                 (temporary / "README.md").write_text(self.card(name), encoding="utf-8")
                 shutil.rmtree(self.folder / name, ignore_errors=True)
                 temporary.rename(self.folder / name)
@@ -312,7 +345,8 @@ class Run:
 
         Raises OSError if what was written last could not be saved.
         """
-        self.writer.close()
+        with suppress(OSError):  # `log` has written all, or has said that it could not
+            self.writer.close()
         summary = {}
         evaluated = [row for row in self.metrics if any(tag.startswith("eval/") for tag in row)]
         for prefix, row in (("warm_start", evaluated[:1]), ("eval", evaluated[-1:])):
@@ -320,10 +354,13 @@ class Run:
                 if tag.startswith("eval/") and (prefix == "eval" or row[0]["iteration"] == 0):
                     summary[f"{prefix}_{tag.removeprefix('eval/')}"] = figure
         seconds, cpu_seconds = self.seconds()
-        summary |= {"iteration": self.iteration, "seed": self.args.seed} | figures
+        summary |= {"iteration": self.iteration, "seed": self.args.seed}
+        summary |= {name: value for name, value in self.state.items() if isinstance(value, int | float)}
+        summary |= figures
         summary |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
         summary |= {"peak_memory_mb": peak_memory_mb(), "commit": self.commit}
-        write_json(self.folder / "summary.json", summary)
+        with self.writing("the summary"):
+            write_json(self.folder / "summary.json", summary)
         print(json.dumps(summary))
         for reason in self.unsaved.values():
             raise OSError(f"{self.folder}: {reason}; what is saved there is of an earlier iteration")
@@ -347,7 +384,7 @@ class Run:
             reason = f"disk full ({said})" if is_full(self.folder, error) else said
             self.unsaved[what] = f"not saved at iteration {self.iteration}: {reason}"
             print(self.unsaved[what], flush=True)
-            for path in self.folder.glob("*.tmp"):  # what is half-written takes the room of what could be whole
+            for path in self.folder.glob("*.tmp"):  # half-written, it takes room
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def card(self, name: str) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 import fake_scienceworld
 import pytest
 import safetensors.torch
+from tiny import make_checkpoint
 
 import envs
 
@@ -206,34 +207,6 @@ def run(*command, cwd: Path = ROOT, stdin: str = "", timeout: int = 240) -> subp
         timeout=timeout,
         check=False,
     )
-
-
-def make_checkpoint(world: str, folder: Path) -> Path:
-    """A tiny Llama with random weights, and a tokenizer for what is said in a world, as sft.py saves them."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    texts = [
-        text for d in envs.make(world).demonstrations(8, 0) for text in (d["observations"][-1], *d["actions"])
-    ]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = "<|endoftext|>"
-    options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **options)
-    tokenizer.train_from_iterator(texts, trainer)
-    ends = {"eos_token": special, "pad_token": special}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
-    sizes |= {"max_position_embeddings": 4096, "tie_word_embeddings": True}
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

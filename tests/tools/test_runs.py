@@ -1,10 +1,11 @@
-"""envs/runs.py: the command line, a run's folder and its lock, what is logged, and a full disk."""
+"""envs/runs.py: the command line, a run's folder and lock, what is logged, saved and resumed, a full disk."""
 
 import errno
 import json
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+import numpy as np
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import make_checkpoint
+from torch import nn
 
 from envs import runs
 
@@ -22,31 +28,93 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Toy:
-    # --- run
     env: str = "toy/World:One"  # the world
     seed: int = 1  # of all
+    threads: int = 1  # of torch
     runs: str = "runs"  # folder of runs
     name: str = ""  # of the run
     resume: str = ""  # a run's folder
     device: str = "cpu"  # where
-
-    # --- model
+    iterations: int = 4  # of training
+    save_every: int = 2  # iterations
     rate: float = 0.5  # of learning
-    limit: float = 2.0  # of it; inf is none
-    decay: float = 0.5  # of it (paper: 0.5; 0: none)
-    skipped: int = 0  # of some
     loss: Literal["mean", "sum"] = "mean"  # of two
     center: bool = True  # about zero (D3)
 
 
-class Writer:
-    """TensorBoard's, which remembers."""
+class Words:
+    """What has a folder: a model, or its tokenizer."""
 
-    def __init__(self):
-        self.written = []
+    def __init__(self, words: str):
+        self.words = words
 
-    def add_scalar(self, *given):
-        self.written.append(given)
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / self.words).write_text(self.words)
+
+
+def train(args: Toy, each=lambda run: None) -> dict:
+    """All random numbers, a module, an optimiser and a state; `each` looks at each iteration."""
+    run = runs.Run(args, "toy")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), args.rate)
+    run.start({"model": model, "optimizer": optimizer}, seen=[])
+    if not args.resume:
+        run.log({"eval/return": 0.0}, "return")
+    for iteration in run.iterations(args.iterations):
+        each(run)
+        numbers = [torch.rand(1).item(), torch.rand(1, generator=run.generator).item(), run.rng.random()]
+        loss = (model(torch.randn(4, 2)) - sum(numbers)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.state["seen"].append(numbers[0])
+        metrics = {
+            "loss": loss.item(),
+            "eval/return": np.float64(sum(numbers)),
+            "seen": len(run.state["seen"]),
+        }
+        run.log(metrics, "loss|return", [{"iteration": iteration, "numbers": numbers}])
+        if run.is_due(args.save_every) or run.stopped:
+            run.save({"actor": (Words("weights"), Words("vocabulary"))})
+    return run.finish(episodes=len(run.state["seen"]))
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """The signals and the threads of this process after a test that trains in it."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """Arguments of a run below tmp_path."""
+    return lambda **given: Toy(**{"runs": str(tmp_path / "runs"), **given})
+
+
+def folder_of(args: Toy) -> Path:
+    """The one folder below --runs, or that of --resume."""
+    (folder,) = [Path(args.resume)] if args.resume else Path(args.runs).iterdir()
+    return folder
+
+
+def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+
+def age(folder: Path) -> None:
+    """Makes the curves older: TensorBoard reads files by their names, which have the second."""
+    for path in folder.glob("events.out.tfevents.*"):
+        path.rename(folder / path.name.replace("tfevents.1", "tfevents.0"))
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def call(monkeypatch, *words, main=None) -> list:
@@ -68,61 +136,63 @@ def one_line(monkeypatch, capsys, *words, main=None) -> str:
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
-    """The folder of a run with a rate of its own."""
-    folder = runs.folder(Toy(runs=str(tmp_path / "runs")), "toy")
-    runs.write(folder / "args.json", [asdict(Toy(runs=str(tmp_path / "runs"), rate=0.25))], indent=2)
-    return folder
+def folder(toy) -> Path:
+    """The folder of a run with a rate of its own, before its first iteration."""
+    args = toy(rate=0.25)
+    made = runs.new_folder(args, "toy")
+    runs.write_json(made / "args.json", asdict(args))
+    return made
 
 
 # ------------------------------------------------------------------------------------ the command line
-def test_the_help_has_groups_and_the_comments(monkeypatch, capsys):
+def test_the_help_has_the_comments_and_the_command_line_the_last_word(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         call(monkeypatch, "--help")
     said = capsys.readouterr().out
-    _, first, second = re.split("(?:run|model) options [ ─]", said)
-    assert "a run's folder" in first and "--device" in first and "--rate" not in first
-    assert "about zero (D3) (default: True)" in second and "{mean,sum}" in second
-
-
-def test_arguments_are_given_and_else_the_default(monkeypatch):
+    assert "about zero (D3) (default: True)" in said and "{mean,sum}" in said and "a run's folder" in said
     assert call(monkeypatch, "--rate", "3", "--no-center") == [Toy(rate=3.0, center=False)]
+    assert call(monkeypatch, "--rate", "0", "--iterations", "-1") == [Toy(rate=0.0, iterations=-1)]
 
 
-def test_inf_is_taken_where_the_help_speaks_of_it(monkeypatch, capsys):
-    assert call(monkeypatch, "--limit", "inf") == [Toy(limit=math.inf)]
-    assert one_line(monkeypatch, capsys, "--limit", "nan") == "--limit nan: it must be a finite number"
-    assert one_line(monkeypatch, capsys, "--rate", "inf") == "--rate inf: it must be a finite number"
+@pytest.mark.parametrize(
+    "error",
+    [ValueError, TypeError, OSError, ArithmeticError, runs.envs.Unavailable, runs.envs.WorldBroken],
+)
+def test_what_goes_wrong_is_one_line(monkeypatch, capsys, error):
+    def main(args):
+        raise error("first\nsecond")
+
+    assert one_line(monkeypatch, capsys, main=main) == "first"
 
 
-def test_numbers_are_positive_but_0_is_taken_where_the_help_speaks_of_it(monkeypatch, capsys):
-    """Or where it is the default. The 0 of 0.5 is none."""
-    assert call(monkeypatch, "--decay", "0", "--skipped", "0") == [Toy(decay=0.0)]
-    assert one_line(monkeypatch, capsys, "--decay", "-0.1") == "--decay -0.1: it must be at least 0"
-    assert one_line(monkeypatch, capsys, "--skipped", "-1") == "--skipped -1: it must be at least 0"
-    assert one_line(monkeypatch, capsys, "--rate", "0") == "--rate 0.0: it must be above 0"
-    assert one_line(monkeypatch, capsys, "--limit", "-inf") == "--limit -inf: it must be above 0"
+def test_a_full_disk_and_control_c_before_the_first_iteration_are_one_line(monkeypatch, capsys):
+    def full(args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def stopped(args):
+        raise KeyboardInterrupt
+
+    assert one_line(monkeypatch, capsys, main=full).startswith("disk full: ")
+    assert one_line(monkeypatch, capsys, main=stopped) == "stopped before there was anything to save"
 
 
-@pytest.mark.parametrize(("processes", "is_refused"), [("2", True), ("1", False), ("", False)])
-def test_torchrun_would_train_the_same_seed_twice(monkeypatch, capsys, processes, is_refused):
-    monkeypatch.setenv("WORLD_SIZE", processes)
-    if is_refused:
-        assert "without torchrun" in one_line(monkeypatch, capsys)
-    else:
-        assert call(monkeypatch) == [Toy()]
+def test_what_is_nobodys_mistake_is_seen_in_full(monkeypatch):
+    def main(args):
+        raise KeyError("a mistake of the script")
+
+    with pytest.raises(KeyError):
+        call(monkeypatch, main=main)
 
 
-def test_a_run_that_goes_on_keeps_its_arguments(monkeypatch, run):
-    assert call(monkeypatch, "--resume", run, "--seed", "2") == [
-        Toy(seed=2, rate=0.25, resume=str(run), runs=str(run.parent))
-    ]
+def test_a_run_that_goes_on_keeps_its_arguments(monkeypatch, folder):
+    (args,) = call(monkeypatch, "--resume", folder, "--seed", "2")
+    assert args == Toy(seed=2, rate=0.25, resume=str(folder), runs=str(folder.parent))
 
 
-def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, run, tmp_path):
-    said = one_line(monkeypatch, capsys, "--resume", run, "--runs", tmp_path / "other")
-    assert said == f"--runs {tmp_path}/other: a run that goes on stays in its folder, {run}"
-    assert call(monkeypatch, "--resume", run, "--runs", run.parent)
+def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, folder, tmp_path):
+    said = one_line(monkeypatch, capsys, "--resume", folder, "--runs", tmp_path / "other")
+    assert said == f"--runs {tmp_path}/other: a run that goes on stays in its folder, {folder}"
+    assert call(monkeypatch, "--resume", folder, "--runs", folder.parent)
 
 
 @pytest.mark.parametrize(
@@ -139,122 +209,420 @@ def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, run, tmp_path
         ("\x00\xff", ""),
     ],
 )
-def test_a_damaged_args_json_is_named(monkeypatch, capsys, run, content, reason):
-    (run / "args.json").write_text(content)
-    said = one_line(monkeypatch, capsys, "--resume", run)
-    assert said.startswith(f"{run}/args.json is damaged, or of another script: {reason}")
+def test_a_damaged_args_json_is_named(monkeypatch, capsys, folder, content, reason):
+    (folder / "args.json").write_text(content)
+    said = one_line(monkeypatch, capsys, "--resume", folder)
+    assert said.startswith(f"{folder}/args.json is damaged, or of another script: {reason}")
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_done(monkeypatch, capsys, tmp_path):
+def test_what_is_no_run_cannot_go_on(monkeypatch, capsys, folder, tmp_path):
+    assert one_line(monkeypatch, capsys, "--resume", tmp_path / "no") == f"there is no folder {tmp_path}/no"
+    (folder / "args.json").unlink()
+    said = one_line(monkeypatch, capsys, "--resume", folder)
+    assert said == f"{folder} is not the folder of a run: it has no args.json"
+
+
+# ------------------------------------------------------------------------- with what no run can start
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rate": math.nan}, "--rate nan: it must be a number"),
+        ({"save_every": math.nan}, "--save-every nan: it must be a number"),
+        ({"seed": -1}, "--seed -1: it must be at least 0"),
+        ({"threads": 0}, "--threads 0: it must be at least 1"),
+        ({"name": "a/b"}, "--name a/b: a folder is named by it; take letters, digits, _ . and -"),
+        ({"device": "moon"}, "--device moon: not here, take cpu"),
+    ],
+)
+def test_what_would_fail_late_or_never_fails_before_anything_is_written(toy, given, said):
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        train(toy(**given))
+    assert not Path(toy().runs).exists()
+
+
+def test_a_bare_number_may_be_infinite_zero_or_negative(toy):
+    """What it means, the script knows: it says so where the number is used."""
+    for rate in (math.inf, 0.0, -1.0):
+        runs.check(toy(rate=rate))
+
+
+@pytest.mark.parametrize(("processes", "is_refused"), [("2", True), ("1", False), ("", False)])
+def test_torchrun_would_train_the_same_seed_twice(monkeypatch, toy, processes, is_refused):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    if is_refused:
+        with pytest.raises(ValueError, match="without torchrun"):
+            runs.check(toy())
+    else:
+        runs.check(toy())
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(toy, tmp_path):
     (tmp_path / "file").touch()
-    said = one_line(monkeypatch, capsys, "--runs", tmp_path / "file" / "runs")
-    assert said == f"--runs {tmp_path}/file/runs: no folder can be made in {tmp_path}/file: Not a directory"
-
-
-def test_control_c_before_the_first_iteration_is_one_line(monkeypatch, capsys):
-    def main(args):
-        raise KeyboardInterrupt
-
-    assert one_line(monkeypatch, capsys, main=main) == "stopped before there was anything to save"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_to_stop_and_the_second_one_stops(number):
-    code = (
-        f"from envs import runs; import os; asked = runs.stop_signals(); os.kill(os.getpid(), {number:d})\n"
-    )
-    code += f"print(asked, flush=True); os.kill(os.getpid(), {number:d}); print('still here')"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert "--resume" in result.stdout and str(int(number)) in result.stdout.splitlines()[-1]
-    assert result.returncode == -number and "still here" not in result.stdout
+    said = f"--runs {tmp_path}/file/runs: no folder can be made in {tmp_path}/file: Not a directory"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        runs.check(toy(runs=f"{tmp_path}/file/runs"))
 
 
 # -------------------------------------------------------------------------------------------- a folder
-def test_a_run_s_folder_is_named_by_world_script_seed_and_name(tmp_path):
-    first, second = (runs.folder(Toy(runs=str(tmp_path), name=name), "toy") for name in ("", "high-rate"))
+def test_a_run_s_folder_is_named_by_world_script_seed_and_name(toy):
+    first, second = (runs.new_folder(toy(name=name), "toy") for name in ("", "high-rate"))
     assert re.fullmatch(r"toy-World-One__toy__1__\d{8}-\d{6}-\d{6}", first.name)
     assert re.fullmatch(r"toy-World-One__toy__1__high-rate__\d{8}-\d{6}-\d{6}", second.name)
-    assert runs.folder(Toy(resume=str(first)), "toy") == first
+    assert (first / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_of_two_processes_the_second_is_refused_until_the_first_has_ended(monkeypatch, capsys, run):
+def test_of_two_processes_the_second_is_refused_until_the_first_has_ended(toy, folder):
     """However it ended, and whatever the file says then: here it was killed."""
     code = "import sys; from envs import runs; from pathlib import Path; runs.lock(Path(sys.argv[1]));"
     code += "print('locked', flush=True); sys.stdin.read()"
     runs.LOCKS.pop().close()  # this process has made the run
-    words = [sys.executable, "-c", code, str(run)]
+    words = [sys.executable, "-c", code, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    args = toy(resume=str(folder))
     with subprocess.Popen(words, cwd=ROOT, **pipes) as other:
         assert other.stdout.readline() == "locked\n"
-        said = one_line(monkeypatch, capsys, "--resume", run)
-        assert said == f"{run}: process {other.pid} is at work on it"
+        with pytest.raises(ValueError, match=f"^{folder}: process {other.pid} is at work on it$"):
+            runs.Run(args, "toy")
         other.kill()
-    assert (run / "lock").read_text() == f"{other.pid}\n"
-    assert call(monkeypatch, "--resume", run) and (run / "lock").read_text() == f"{os.getpid()}\n"
-    assert call(monkeypatch, "--resume", run), "the same process may go on"
+    assert (folder / "lock").read_text() == f"{other.pid}\n"
+    runs.Run(args, "toy")
+    assert (folder / "lock").read_text() == f"{os.getpid()}\n"
+    runs.Run(args, "toy")  # the same process may go on
+
+
+# ------------------------------------------------------------------------------- what is there in the end
+def test_what_a_run_leaves(toy, capsys):
+    args = toy()
+    summary = train(args)
+    folder = folder_of(args)
+    events = [path.name for path in folder.glob("events.out.tfevents.*")]
+    names = ["actor", "args.json", "checkpoint.pt", "lock", "metrics.jsonl", "rollouts.jsonl", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, *events]) and len(events) == 1
+    assert json.loads((folder / "args.json").read_text()) == asdict(args)
+
+    rows = lines_of(folder / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
+    for tag in ("loss", "seen", "eval/return"):
+        logged = [(row["iteration"], pytest.approx(row[tag])) for row in rows if tag in row]
+        assert curve(folder, tag) == logged
+    samples = lines_of(folder / "rollouts.jsonl")
+    assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
+
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "    0  eval/return 0"
+    assert said[1] == f"    1  loss {rows[1]['loss']:.4g}  eval/return {rows[1]['eval/return']:.4g}"
+    assert json.loads(said[-1]) == summary == json.loads((folder / "summary.json").read_text())
+    assert sorted(path.name for path in (folder / "actor").iterdir()) == [
+        "README.md",
+        "vocabulary",
+        "weights",
+    ]
+
+
+def test_the_summary_has_the_first_and_the_last_evaluation_and_the_costs(toy):
+    args = toy(seed=3)
+    summary = train(args)
+    rows = lines_of(folder_of(args) / "metrics.jsonl")
+    costs = {"seconds", "cpu_seconds", "peak_memory_mb", "commit"}
+    figures = {"warm_start_return": 0.0, "eval_return": rows[-1]["eval/return"], "episodes": 4}
+    figures |= {"iteration": 4, "seed": 3}
+    assert {name: summary[name] for name in set(summary) - costs} == figures
+    assert summary["cpu_seconds"] > 0 and 0 < summary["seconds"] < 60
+    assert 50 < summary["peak_memory_mb"] < 50_000
+
+
+def test_only_an_evaluation_before_the_first_iteration_is_of_the_start(toy):
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    for iteration in run.iterations(2):
+        run.log({"eval/return": float(iteration), "loss": 1.0}, "")
+    run.log({"loss": 2.0}, "")
+    summary = run.finish()
+    assert summary["eval_return"] == 2 and "warm_start_return" not in summary
+
+
+def test_an_evaluation_anew_may_have_other_tags(toy):
+    """The summary has the last row with any; the samples may have a file of their own."""
+    run = runs.Run(toy(), "toy", samples_file="rankings.jsonl")
+    run.start({})
+    run.log({"eval/return": 1.0, "eval/test_score": 2.0}, "", [{"a": 1}])
+    for _ in run.iterations(1):
+        run.log({"eval/return": 3.0}, "")
+    summary = run.finish()
+    start = {"warm_start_return": 1.0, "warm_start_test_score": 2.0, "eval_return": 3.0}
+    assert {name: summary[name] for name in summary if "_return" in name or "score" in name} == start
+    assert lines_of(run.folder / "rankings.jsonl") == [{"a": 1}]
+
+
+def test_the_commit_is_asked_for_when_the_run_begins(monkeypatch, toy):
+    """Not at import, for who only looks at runs; and not at the end, when files may have changed."""
+    answers = iter(["at the beginning", "later"])
+    monkeypatch.setattr(runs, "commit", lambda: next(answers))
+    assert train(toy(iterations=1))["commit"] == "at the beginning"
+
+    def no_process(*args, **kwargs):
+        raise AssertionError("a process at import")
+
+    monkeypatch.setattr(subprocess, "run", no_process)
+    assert runpy.run_path(runs.__file__)["commit"]
+
+
+def test_the_commit_of_a_folder_without_git_is_unknown(monkeypatch):
+    assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?|unknown", runs.commit())
+    monkeypatch.setattr(runs.shutil, "which", lambda name: None)
+    assert runs.commit() == "unknown"
+
+
+def test_a_run_has_its_threads_and_its_seed(toy):
+    def numbers(**given) -> list[float]:
+        run = runs.Run(toy(**given), "toy")
+        assert torch.get_num_threads() == given.get("threads", 1)
+        return [torch.rand(1).item(), torch.rand(1, generator=run.generator).item(), run.rng.random()]
+
+    first = numbers(seed=1)
+    assert numbers(seed=1, threads=2) == first
+    assert all(one != other for one, other in zip(numbers(seed=2), first, strict=True))
+
+
+# ---------------------------------------------------------------------------------- saved and resumed
+def test_two_and_two_iterations_are_four(toy, tmp_path):
+    """Modules, optimiser, all random numbers, the state and the log."""
+    whole, half = toy(runs=str(tmp_path / "whole")), toy(runs=str(tmp_path / "half"), iterations=2)
+    expected = train(whole)
+    train(half)
+    age(folder_of(half))
+    again = toy(runs=half.runs, resume=str(folder_of(half)))
+    summary = train(again)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (folder_of(again) / name).read_text() == (folder_of(whole) / name).read_text()
+    for name in set(expected) - {"seconds", "cpu_seconds", "peak_memory_mb"}:
+        assert summary[name] == expected[name], name
+    assert json.loads((folder_of(again) / "args.json").read_text()) == asdict(toy(runs=half.runs))
+    assert [step for step, _ in curve(folder_of(again), "loss")] == [1, 2, 3, 4]
+
+
+def test_the_clocks_of_a_resumed_run_go_on(toy):
+    args = toy(iterations=1)
+    train(args)
+    path = folder_of(args) / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | {"seconds": 1000.0, "cpu_seconds": 500.0}, path)
+    summary = train(toy(resume=str(path.parent)))
+    assert 1000 < summary["seconds"] < 1060 and 500 < summary["cpu_seconds"] < 560
+
+
+def test_what_came_after_the_checkpoint_is_done_again(toy, tmp_path):
+    """As after SIGKILL: the log has more than the checkpoint knows."""
+    whole = toy(runs=str(tmp_path / "whole"), iterations=6, save_every=0)
+    train(whole)
+    args = toy(iterations=6)
+
+    def die(run):
+        if run.iteration == 4:
+            raise KeyError("killed")
+
+    with pytest.raises(KeyError):
+        train(args, die)
+    folder = folder_of(args)
+    assert [row["iteration"] for row in lines_of(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 2
+    for name in ("checkpoint.tmp", "metrics.jsonl.tmp"):
+        (folder / name).write_bytes(b"half")
+    (folder / "actor.tmp").mkdir()
+    age(folder)
+    train(toy(iterations=6, resume=str(folder)))
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (folder / name).read_text() == (folder_of(whole) / name).read_text()
+    assert not list(folder.rglob("*.tmp"))
+    assert [step for step, _ in curve(folder, "loss")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"", None])
+def test_a_damaged_checkpoint_is_named(toy, content):
+    args = toy(iterations=1)
+    train(args)
+    path = folder_of(args) / "checkpoint.pt"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path} cannot be resumed: [A-Z]"):
+        train(toy(resume=str(path.parent)))
+
+
+def test_a_checkpoint_of_other_modules_is_named(toy):
+    args = toy(iterations=1)
+    train(args)
+    run = runs.Run(toy(resume=str(folder_of(args))), "toy")
+    with pytest.raises(ValueError, match="cannot be resumed: KeyError: 'critic'"):
+        run.start({"critic": nn.Linear(2, 1)})
+
+
+def test_a_checkpoint_is_due_at_the_last_iteration_and_at_every_so_many(toy):
+    def due(every: int, last: int) -> list[int]:
+        run = runs.Run(toy(), "toy")
+        return [iteration for iteration in run.iterations(last) if run.is_due(every)]
+
+    assert due(every=2, last=5) == [2, 4, 5]
+    assert due(every=2, last=4) == [2, 4]
+    assert due(every=0, last=3) == [3]
+    assert due(every=9, last=3) == [3]
+    assert due(every=1, last=0) == []
+
+
+# --------------------------------------------------------------------------------------------- signals
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_behind_the_iteration_it_falls_into(toy, capsys, number):
+    def ask(run):
+        if run.iteration == 3:
+            os.kill(os.getpid(), number)
+
+    args = toy(iterations=100, save_every=0)
+    assert train(args, ask)["iteration"] == 3
+    assert "stopping after this iteration; --resume goes on" in capsys.readouterr().out
+    assert torch.load(folder_of(args) / "checkpoint.pt", weights_only=True)["iteration"] == 3
+    assert signal.getsignal(number) == signal.SIG_DFL, "the second one ends it at once"
+    assert train(toy(resume=str(folder_of(args))))["iteration"] == 4
 
 
 # ----------------------------------------------------------------------------------------- a full disk
+def full_at(iterations: range, name: str, error: Exception):
+    """For `train`: in these iterations the file cannot be written, and what is half-written is there."""
+    write_text, save = runs.write_text, torch.save
+
+    def each(run):
+        def write(target, *rest):
+            path, args = (rest[0], (target, *rest)) if isinstance(target, dict) else (target, (target, *rest))
+            if run.iteration in iterations and path.name.startswith(name):
+                path.with_name(f"{name}.tmp").write_text("half")
+                raise error
+            return (save if isinstance(target, dict) else write_text)(*args)
+
+        runs.write_text = torch.save = write
+
+    return each
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """What `full_at` replaces is put back."""
+    monkeypatch.setattr(runs, "write_text", runs.write_text)
+    monkeypatch.setattr(torch, "save", torch.save)
+
+
+ENOSPC = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint"])
+def test_what_cannot_be_written_ends_nothing(toy, patched, capsys, name):
+    """The next time may be better, and then all is well."""
+    args = toy(save_every=1)
+    assert train(args, full_at(range(2, 4), name, ENOSPC))["iteration"] == 4
+    folder = folder_of(args)
+    said = re.findall(r"^not saved at iteration (\d): disk full", capsys.readouterr().out, re.M)
+    assert said == ["2", "3"]
+    assert len(lines_of(folder / "metrics.jsonl")) == 5 and len(lines_of(folder / "rollouts.jsonl")) == 4
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 4
+    assert not list(folder.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint", "summary.json"])
+def test_who_could_not_save_the_last_ends_with_exit_code_2(monkeypatch, toy, patched, capsys, name):
+    args = toy(save_every=1)
+    words = ["--runs", args.runs, "--save-every", 1]
+    said = one_line(
+        monkeypatch, capsys, *words, main=lambda args: train(args, full_at(range(3, 5), name, ENOSPC))
+    )
+    folder = folder_of(args)
+    assert said.startswith(f"{folder}: not saved at iteration 4: disk full")
+    assert said.endswith("; what is saved there is of an earlier iteration")
+    assert not list(folder.rglob("*.tmp"))
+    if name == "checkpoint":
+        assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 2
+    if name != "summary.json":
+        assert json.loads((folder / "summary.json").read_text())["iteration"] == 4
+
+
+def test_curves_that_cannot_be_written_end_nothing_either(toy, capsys):
+    """TensorBoard's writer is of no use any more once it has failed: there is another one."""
+    broken = []
+
+    def each(run):
+        if run.iteration == 2:
+            broken.append(run.writer)
+            run.writer.flush = lambda: (_ for _ in ()).throw(ENOSPC)
+
+    args = toy()
+    assert train(args, each)["iteration"] == 4 and broken
+    assert re.findall(r"^not saved at iteration (\d): disk full", capsys.readouterr().out, re.M) == ["2"]
+    assert {3, 4} <= {step for step, _ in curve(folder_of(args), "loss")}
+
+
+def test_a_disk_that_is_full_from_the_start_is_known_at_the_start(monkeypatch, toy):
+    def full(writer):
+        raise ENOSPC
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        runs.Run(toy(), "toy").start({})
+
+
 @pytest.mark.parametrize(
     ("error", "free", "reason"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), 2**40, "disk full"),
+        (ENOSPC, 2**40, "disk full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 2**40, "disk full"),
         (ValueError("I/O error: No space left on device (os error 28)"), 2**40, "disk full"),
         (RuntimeError("[enforce fail at inline_container.cc] . unexpected pos\nmore"), 0, "disk full"),
         (RuntimeError("another\nreason"), 2**40, "another"),
+        (RuntimeError(), 2**40, "RuntimeError"),
     ],
 )
-def test_what_cannot_be_saved_ends_nothing(monkeypatch, capsys, run, error, free, reason):
-    """It is said, half-written files make room, and a run that ends so ends with exit code 2."""
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: runs.shutil._ntuple_diskusage(1, 1, free))
-
-    def main(args):
-        with runs.saving(run, 7):
-            (run / "checkpoint.tmp").write_text("half")
-            (run / "actor.tmp").mkdir()
-            (run / "actor.tmp" / "model").write_text("half")
-            raise error
-        assert not list(run.rglob("*.tmp")) and (run / "args.json").exists()
-        assert capsys.readouterr().out.startswith(f"not saved at iteration 7: {reason}")
-        if args.seed == 1:
-            with runs.saving(run, 8):
-                pass
-
-    call(monkeypatch, "--seed", 1, main=main)
-    said = one_line(monkeypatch, capsys, "--seed", 2, main=main)
-    assert said.startswith(f"{run}: not saved at iteration 7: {reason}")
-
-
-def test_a_full_disk_elsewhere_is_called_that(monkeypatch, capsys):
-    def main(args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    assert one_line(monkeypatch, capsys, main=main).startswith("disk full: ")
+def test_why_something_was_not_saved(monkeypatch, capsys, toy, error, free, reason):
+    """It is said, and half-written files, models' folders too, make room."""
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with run.writing("the checkpoint"):
+        (run.folder / "checkpoint.tmp").write_text("half")
+        (run.folder / "actor.tmp").mkdir()
+        (run.folder / "actor.tmp" / "model").write_text("half")
+        raise error
+    assert not list(run.folder.rglob("*.tmp")) and (run.folder / "args.json").exists()
+    assert capsys.readouterr().out.startswith(f"not saved at iteration 0: {reason}")
+    with pytest.raises(OSError, match=re.escape(f"not saved at iteration 0: {reason}")):
+        run.finish()
+    with run.writing("the checkpoint"):
+        pass
+    run.finish()
 
 
 # -------------------------------------------------------------------------------------- what is logged
-def test_what_is_not_defined_is_a_dash_and_in_no_file(capsys):
-    writer, metrics = Writer(), {"critic/explained": math.nan, "critic/loss": 0.123456, "time/all": 1.0}
-    assert runs.log(writer, 12, metrics, "explained|loss") == {
-        "iteration": 12,
-        "critic/loss": 0.123456,
-        "time/all": 1.0,
-    }
+def test_what_is_not_defined_is_a_dash_and_in_no_file(capsys, toy):
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    run.iteration = 12
+    run.log({"critic/explained": math.nan, "critic/loss": 0.123456, "time/all": 1.0}, "explained|loss")
     assert capsys.readouterr().out == "   12  critic/explained -  critic/loss 0.1235\n"
-    assert writer.written == [("critic/loss", 0.123456, 12), ("time/all", 1.0, 12)]
+    expected = {"iteration": 12, "critic/loss": 0.123456, "time/all": 1.0}
+    assert lines_of(run.folder / "metrics.jsonl") == [expected]
+    assert set(EventAccumulator(str(run.folder)).Reload().Tags()["scalars"]) == {"critic/loss", "time/all"}
 
 
 def test_json_is_there_in_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    runs.write(path, [{"a": 1}])
-    with pytest.raises(TypeError):
-        runs.write(path, [{"a": 2}, {"a": object()}])
-    assert json.loads(path.read_text()) == {"a": 1}
+    one, many = tmp_path / "args.json", tmp_path / "metrics.jsonl"
+    runs.write_json(one, {"a": 1})
+    runs.write_jsonl(many, [{"a": 1}, {"b": 2}])
+    for write, path, wrong in (
+        (runs.write_json, one, {"a": object()}),
+        (runs.write_jsonl, many, [{}, object()]),
+    ):
+        with pytest.raises(TypeError):
+            write(path, wrong)
+    assert json.loads(one.read_text()) == {"a": 1} and len(one.read_text().splitlines()) == 3
+    assert many.read_text() == '{"a": 1}\n{"b": 2}\n'
 
 
+# --------------------------------------------------------------------------------------------- models
 def test_why_there_is_no_model(tmp_path):
     error = ValueError("\nfirst\nsecond")
     assert runs.why_not_loaded(str(tmp_path), error) == "first"
@@ -280,13 +648,37 @@ def test_a_world_without_a_checkpoint_is_told_how_to_make_a_model(flag):
         assert "sft.py" not in runs.why_not_loaded(source, OSError("offline"), given)
 
 
-def test_a_saved_model_says_what_it_is(tmp_path):
-    run = tmp_path / "apps__loop_ppo__1__now"
-    run.mkdir()
-    (run / "args.json").write_text(json.dumps({"env": "apps", "model": "some/model"}))
-    assert "see metrics.jsonl" in runs.card(run, "actor")
-    rows = [{"iteration": 0, "eval/return": 0.1}, {"iteration": 1, "loss": 2.0}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    card = runs.card(run, "actor")
+def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path):
+    """Weights that are missing would be drawn at random."""
+    import safetensors.torch
+    import transformers
+
+    folder, args = (
+        make_checkpoint("twenty-questions-subset", tmp_path / "model"),
+        SimpleNamespace(device="cpu"),
+    )
+    model, tokenizer = runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+    assert not model.training and model.dtype == torch.float32 and tokenizer.eos_token == "<|endoftext|>"
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights.pop("model.norm.weight")
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"^no model in .*: no weights for model\.norm\.weight$"):
+        runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+
+
+def test_variants_of_a_world_share_a_checkpoint():
+    world = runs.envs.make("twenty-questions-subset")
+    assert Path(runs.checkpoint_of(world)) == ROOT / "checkpoints/twenty-questions"
+
+
+def test_a_saved_model_says_what_it_is(toy):
+    run = runs.Run(toy(env="apps"), "loop_ppo")
+    run.start({})
+    assert "see metrics.jsonl" in run.card("actor") and "the ready-made checkpoint" in run.card("actor")
+    run.log({"eval/return": 0.1}, "")
+    for _ in run.iterations(1):
+        run.log({"loss": 2.0}, "")
+    run.args = SimpleNamespace(env="apps", model="some/model")
+    card = run.card("actor")
     assert card.startswith("# actor, trained in the world apps\n") and "| some/model |" in card
-    assert '{"iteration": 0, "eval/return": 0.1}' in card
+    assert '{"iteration": 0, "eval/return": 0.1}' in card and "Saved by loop_ppo.py" in card
