@@ -221,6 +221,12 @@ class ReplayBuffer:
         return prior + self.rest.sample(size - share, rng)
 
 
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: N transitions, states or texts, A actions of a state, B texts at once, T tokens, H hidden.
 def q_target(reward_N, next_q_N, terminated_N, left_N, gamma: float) -> torch.Tensor:
@@ -254,13 +260,6 @@ def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
     nearest = np.argsort(-cosine_A, kind="stable")[:k]  # E5
     kept = np.flatnonzero(is_kept_A)
     return np.union1d(nearest, kept)
-
-
-def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
-    T = max(map(len, rows))
-    filled = [row + [value] * (T - len(row)) for row in rows]
-    return torch.from_numpy(np.array(filled))  # faster than torch.tensor
 
 
 # ---------------------------------------------------------- 4. models
@@ -372,16 +371,17 @@ class Uniform:
         return [torch.zeros(len(row)) for row in actions]
 
 
-def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
+def embed(encoder, texts):
     """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
-    rows = tokenizer(texts, truncation=True, padding=False)["input_ids"]
+    rows = encoder.tokenizer(texts, truncation=True, padding=False)["input_ids"]
     lengths = [len(row) for row in rows]
     order = np.argsort(lengths, kind="stable")  # like lengths together: padding costs
     vectors = []
     for start in range(0, len(rows), 64):
         part = [rows[i] for i in order[start : start + 64]]
+        ones = [[1] * len(row) for row in part]
         token_BT = pad(part).to(encoder.device)
-        mask_BT = pad([[1] * len(row) for row in part]).to(encoder.device)
+        mask_BT = pad(ones).to(encoder.device)
         hidden_BTH = encoder(input_ids=token_BT, attention_mask=mask_BT).last_hidden_state.float()
         if encoder.config.pooling == "cls":
             vectors.append(hidden_BTH[:, 0])
@@ -393,14 +393,14 @@ def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
     return sorted_NH[place_N.to(encoder.device)]
 
 
-def load_encoder(source: str, args: Args):
-    """An encoder and its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    encoder, tokenizer = runs.load(transformers.AutoModel, source, args)
-    if len(tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up where there is none
+def load_encoder(source, args):
+    """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
+    encoder = runs.load(transformers.AutoModel, source, args)
+    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
         raise ValueError(f"{source} has no tokenizer, or another model's")
     for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
         parameter.data = parameter.data.clone()
-    return encoder, tokenizer
+    return encoder
 
 
 class Guide:
@@ -412,7 +412,7 @@ class Guide:
         self.table = None  # of the texts' vectors, if there is a guide
         if args.guide == "none":
             return
-        encoder, tokenizer = load_encoder(args.guide, args)
+        encoder = load_encoder(args.guide, args)
         pooling = getattr(encoder.config, "pooling", None)
         if pooling not in ("mean", "cls"):
             raise ValueError(f"--guide {args.guide}: not saved by guide_simcse.py, its config has no pooling")
@@ -421,7 +421,7 @@ class Guide:
         encoder.requires_grad_(False)
 
         def vectors(numbers):
-            return embed(encoder, tokenizer, [texts.texts[i] for i in numbers]).cpu()
+            return embed(encoder, [texts.texts[i] for i in numbers]).cpu()
 
         self.table = Table(vectors)
 
@@ -580,6 +580,17 @@ def play_out(
 
 
 # ---------------------------------------------------------- 6. updates
+def descend(loss, optimizer, parameters, max_norm, what):
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not torch.isfinite(loss + norm):
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
+    optimizer.step()
+    return norm.item()
+
+
 def learn(network, target, optimizer, batch, texts, args: Args):
     """One descent on E3 with a list of transitions; returns metrics."""
     columns = Transition(*zip(*batch, strict=True))  # of each field a tuple of N
@@ -599,14 +610,11 @@ def learn(network, target, optimizer, batch, texts, args: Args):
         next_q_N = torch.stack([q_A.max() for q_A in next_q])
         y_N = q_target(reward_N, next_q_N, terminated_N, left_N, args.gamma)
     loss = nn.functional.huber_loss(q_N, y_N, delta=args.huber_delta)  # E3, D9
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-    optimizer.step()
+    norm = descend(loss, optimizer, network.parameters(), args.max_grad_norm, "explorer")
     return {
         "explorer/loss": loss.item(),
         "explorer/q": q_N.mean().item(),
-        "explorer/grad_norm": norm.item(),
+        "explorer/grad_norm": norm,
     }
 
 
@@ -691,7 +699,6 @@ def main(args: Args) -> dict[str, float]:
     modules = {"network": network, "optimizer": optimizer, "texts": texts}
     rings = {"priority": replay_buffer.priority, "rest": replay_buffer.rest}
     run.start(modules | rings, episodes=0, updates=0, evaluations=[])
-    print(f"{run.folder}: {args.task}, guide {args.guide}")
     explorer = Copy(network, texts) if is_learning else Uniform()
 
     views = []
@@ -745,8 +752,8 @@ def main(args: Args) -> dict[str, float]:
         logged, began = step, time.time()
 
     worlds.close()
-    evaluations = run.state.pop("evaluations")
-    return run.finish(steps=run.iteration, **run.state, **final_metrics(evaluations))
+    final = final_metrics(run.state["evaluations"])
+    return run.finish(steps=run.iteration, **final)
 
 
 if __name__ == "__main__":
