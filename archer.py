@@ -48,7 +48,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all random numbers of the run; 0 or more
     iterations: int = 40  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -549,7 +549,7 @@ def critic_targets(target_critic, dialogues, return_N, args):
 
 
 def critic_update(critic, target_critic, optimizer, dialogues, args):
-    """One step on E1 and E2, or on what --critic-loss selects, and one Polyak step of the target."""
+    """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)
