@@ -90,7 +90,9 @@ class Args:
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
     # --- evaluation
-    eval_every: int = 2_500  # steps between evaluations, each followed by a checkpoint (paper: 1,000)
+    eval_every: int = (
+        2_500  # steps between evaluations, each with a checkpoint (paper: 1,000; 0: the last step)
+    )
     eval_episodes: int = 50  # greedy episodes on test variations (paper: 10; 0: none)
     dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 
@@ -127,7 +129,7 @@ class Texts:
 
 
 class View(NamedTuple):
-    """What a world shows, in numbers of texts."""
+    """What a world shows, each text as its number in `Texts`."""
 
     state: tuple[int, int, int]  # of FIELDS
     task: int
@@ -135,7 +137,7 @@ class View(NamedTuple):
 
 
 def to_view(info: dict, texts: Texts) -> View:
-    """What a world shows, in numbers of `texts`."""
+    """What the info of a world shows; texts that are new get a number."""
     valid = [texts.add(action) for action in info["valid"]]
     observation = f"{info['task']} OBSERVATION {info['observation']}"  # D10
     fields = (observation, info["look"], info["inventory"])
@@ -157,7 +159,7 @@ class Transition(NamedTuple):
 
 
 class Ring:
-    """Transitions, as many as there is room for: then each new one takes the place of the oldest."""
+    """The newest transitions: once it is full, each takes the place of the oldest."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -172,7 +174,7 @@ class Ring:
         self.pushed += 1
 
     def sample(self, size: int, rng) -> list[Transition]:
-        """So many of them, none twice; all where there are fewer."""
+        """`size` of them, none twice; all where there are fewer."""
         total = len(self.rows)
         places = rng.choice(total, min(size, total), replace=False)
         return [self.rows[i] for i in places]
@@ -213,7 +215,7 @@ class ReplayBuffer:
             self.rest.push(transition)
 
     def sample(self, size: int, rng) -> list[Transition]:
-        """So many, none twice: `fraction` of them with a reward, or all that there are."""
+        """`size` of them, none twice: a share of `fraction` with a reward, or all that there are."""
         share = int(self.fraction * size)
         prior = self.priority.sample(share, rng)
         if not self.is_released:
@@ -258,8 +260,9 @@ def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
     [0, 1, 2]
     """
     nearest = np.argsort(-cosine_A, kind="stable")[:k]  # E5
-    kept = np.flatnonzero(is_kept_A)
-    return np.union1d(nearest, kept)
+    is_left_A = is_kept_A.copy()
+    is_left_A[nearest] = True
+    return np.flatnonzero(is_left_A)
 
 
 # ---------------------------------------------------------- 4. models
@@ -340,7 +343,7 @@ class Table:
 
 
 class Copy:
-    """D1: the network as it was when it was copied, and all that it has encoded since. It plays, too."""
+    """The explorer that plays and gives targets (D1): a copy of the network, which encodes a text once."""
 
     def __init__(self, network: DRRN, texts: Texts):
         self.network = deepcopy(network).requires_grad_(False)
@@ -471,11 +474,11 @@ def make_vocabulary(texts: list[str], size: int) -> Tokenizer:
 
 # ---------------------------------------------------------- 5. rollouts
 class Choice(NamedTuple):
-    """An action that was chosen, by number, and the Q [A] of all that it was chosen from."""
+    """What an explorer does in a state, and why."""
 
     view: View
-    action: int
-    q_A: torch.Tensor
+    action: int  # number of its text
+    q_A: torch.Tensor  # of all actions that it could choose from
 
 
 def choose(
@@ -486,7 +489,10 @@ def choose(
     rng,
     is_greedy=False,
 ) -> list[Choice]:
-    """A choice for each view. An explorer is what has Q as `Copy` has it, of any policy."""
+    """A choice for each view: of what the guide leaves or, with probability epsilon, of all valid actions.
+
+    `explorer` is a Copy, or another that has its `q`.
+    """
     candidates = []
     for view in views:
         if rng.random() < epsilon:
@@ -502,7 +508,7 @@ def choose(
     return choices
 
 
-def remember(choices, results, replay_buffer, guide, args: Args):
+def remember(choices, results, replay_buffer, guide, args):
     """Puts a step of each world into the memory; returns what each shows now, and metrics.
 
     Behind an end it shows another episode's start; the transition has what the step itself showed (D4).
@@ -523,8 +529,8 @@ def remember(choices, results, replay_buffer, guide, args: Args):
         if info["died"]:  # nobody knows what this step did, and nobody counts the episode
             continue
         if terminated or truncated:
-            metrics |= score_metrics("rollout/", info["score"])
-            metrics["rollout/length"] = info["result"]["length"]
+            logs.append(score_metrics("rollout/", info["score"]))
+            logs.append({"rollout/length": info["result"]["length"]})
         next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
         left = 100 - info["score"] if args.bound_targets else np.inf  # D8
         transition = Transition(
@@ -556,8 +562,8 @@ def play_out(
     while shown:
         views = [to_view(info, guide.texts) for info in shown.values()]
         choices = choose(explorer, guide, views, epsilon, rng, is_greedy)
-        names = [guide.texts.texts[choice.action] for choice in choices]
-        actions = dict(zip(shown, names, strict=True))
+        texts = [guide.texts.texts[choice.action] for choice in choices]
+        actions = dict(zip(shown, texts, strict=True))
         results = worlds.step(actions)
         for i, choice, (result, info) in zip(actions, choices, results, strict=True):
             _, reward, terminated, truncated, _ = result
@@ -591,7 +597,7 @@ def descend(loss, optimizer, parameters, max_norm, what):
     return norm.item()
 
 
-def learn(network, target, optimizer, batch, texts, args: Args):
+def learn(network, target, optimizer, batch, texts, args):
     """One descent on E3 with a list of transitions; returns metrics."""
     columns = Transition(*zip(*batch, strict=True))  # of each field a tuple of N
     state_N3 = np.array(columns.state)
@@ -619,7 +625,7 @@ def learn(network, target, optimizer, batch, texts, args: Args):
 
 
 # ---------------------------------------------------------- 7. evaluation
-def score_metrics(prefix: str, score: int) -> dict:
+def score_metrics(prefix: str, score: int):
     """What an episode came to, by its last score: -100 is a failure, and counts as 0."""
     return {
         f"{prefix}score": max(score, 0),
@@ -633,7 +639,7 @@ def greedy_play(
     guide,
     worlds,
     epsilon,
-    args: Args,
+    args,
     step,
 ):
     """Greedy episodes on dev and test: metrics, and of each the first two. `step` sets the variations."""
@@ -664,10 +670,10 @@ def final_metrics(evaluations: list[dict]) -> dict[str, float]:
 
 # ---------------------------------------------------------- 8. training
 def complete(args: Args) -> Args:
-    """The arguments, with the task by its name and the guide by its folder."""
+    """The arguments, with the task by its name and the guide by its folder, or none."""
     if args.env != "scienceworld":
         raise ValueError(f"--env {args.env}: the explorer knows no other world than scienceworld")
-    names = {f"T{n}": task for n, task in enumerate(TASKS)}
+    names = {f"T{n}": task for n, task in enumerate(TASKS)}  # by the paper's numbers
     if args.guide == "auto":
         guides = Path(args.runs).glob("scienceworld__guide_simcse__*/guide")
         newest = max(guides, key=lambda path: path.stat().st_mtime, default="none")
