@@ -389,7 +389,7 @@ def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -397,7 +397,7 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 

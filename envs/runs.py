@@ -101,6 +101,10 @@ def check(args) -> None:
         raise ValueError(f"--seed {args.seed}: it must be at least 0")
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads}: it must be at least 1")
+    if getattr(args, "temperature", 1) <= 0:
+        raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
+    if getattr(args, "max_action_tokens", 1) < 1:
+        raise ValueError(f"--max-action-tokens {args.max_action_tokens}: it must be at least 1")
     check_device(args.device)
     wanted = Path(args.resume or args.runs).absolute()
     place = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -281,9 +285,11 @@ class Run:
         self.last = last
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask_to_stop)
-        while self.iteration < last and not self.stopped:
+        while self.iteration < last:
             self.iteration += 1
             yield self.iteration
+            if self.stopped:  # asked here, as only an iteration saves: a signal before one ends with it
+                break
 
     def ask_to_stop(self, number, frame) -> None:
         """A handler of signals: the run ends after this iteration; asked twice, it ends at once."""
