@@ -549,7 +549,7 @@ def critic_targets(target_critic, dialogues, return_N, args):
 
 
 def critic_update(critic, target_critic, optimizer, dialogues, args):
-    """One step on E1 and E2, or on what --critic-loss selects, and one Polyak step of the target."""
+    """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)

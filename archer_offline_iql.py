@@ -22,22 +22,16 @@ Differs from the paper (docs/archer_offline_iql.md has the reasons; "authors" be
 """
 
 import copy
-import json
-import re
-import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 
 import envs
 from envs import runs
@@ -95,53 +89,94 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is the world's dict of text: n "actions", n "rewards", n + 1 "observations", "success" and so on.
-# The N actions of a batch are numbered through all its dialogues; what the world said last is no state.
+# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# The N actions of a batch of dialogues are numbered through. Utterances are one for each of their states.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    if not to_prompt.startswith(tokenizer.eos_token):
-        raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
-    return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
+class Span(NamedTuple):
+    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
 
 
-def lay_out(dialogues: list[dict], tokenizer) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-    """Rows of token ids that spell the dialogues; each action's (row, first column, last column + 1).
+def lay_out(dialogues, tokenizer):
+    """Spells dialogues as rows of token ids; each action ends with the end token.
 
-    An action ends with the end token. A row goes on while each observation adds text: V is read at its last
-    token, Q at the end token. Otherwise, as in a world that writes its observations anew, a new row begins.
+    A row goes on as long as each observation only adds text. One that is written anew begins another row.
+    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
+    action would begin.
     """
-    rows, spans = [], []
-    head, to_prompt, to_reply = chat_pieces(tokenizer)
+    if len(dialogues) == 0:
+        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
+    rows = []
+    spans = []
+    prompts = []
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
-        so_far = None
-        for observation, action in zip(dialogue["observations"], dialogue["actions"], strict=False):
-            if so_far is not None and observation != so_far and observation.startswith(so_far):
-                rows[-1] += encode(tokenizer, to_prompt + observation.removeprefix(so_far) + to_reply)
+        so_far = ""
+        for turn, observation in enumerate(dialogue["observations"]):
+            goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
+            if goes_on:
+                reply = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
             else:
-                rows.append(list(encode(tokenizer, head + observation + to_reply)))
-            first = len(rows[-1])
-            rows[-1] += [*encode(tokenizer, action), tokenizer.eos_token_id]
-            spans.append((len(rows) - 1, first, len(rows[-1])))
+                row = encode(tokenizer, head + observation + to_reply)
+            if turn == len(dialogue["actions"]):
+                prompts.append(row)
+                break
+            start = len(row)
+            action = dialogue["actions"][turn]
+            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            if goes_on:
+                rows[-1] = row
+            else:
+                rows.append(row)
+            span = Span(len(rows) - 1, start, len(row))
+            spans.append(span)
             so_far = observation + action
-    return rows, spans
+    return rows, spans, prompts
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def flat(dialogues, key):
+    """What dialogues have under a key for each action, in one list [N]."""
+    return [item for dialogue in dialogues for item in dialogue[key]]
+
+
+def recorded_dialogues(world, actor, args):
+    """The dialogues to learn from, the best ones first: all that fit into the actor's context."""
+    if args.dataset:
+        found, notes = read_dialogues(args.dataset, world.append_only)
+    else:
+        found = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
+        notes = []
+    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
+    limit = context - args.max_action_tokens
+    data = []
+    for dialogue in found:
+        rows, _, _ = lay_out([dialogue], actor.tokenizer)
+        longest = max(len(row) for row in rows)
+        if longest <= limit:
+            data.append(dialogue)
+    print(*notes, f"{len(data)} of {len(found)} dialogues fit into {limit} tokens", sep="\n")
+    return sorted(data, key=lambda dialogue: -sum(dialogue["rewards"]))
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: N actions, M the tokens of N utterances in a row (each with its end of turn), V the
-# vocabulary, H hidden, 2 the twin critics, B rows, T columns; in `speak` S states of one row.
-def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> torch.Tensor:
+# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
+# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row.
+def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
     >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
@@ -150,14 +185,15 @@ def td_target(reward_N: torch.Tensor, next_v_N2: torch.Tensor, gamma: float) -> 
     return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
-def value_loss(v_N2: torch.Tensor, q_N2: torch.Tensor, expectile: float = 0.5) -> torch.Tensor:
+def value_loss(v_N2, q_N2, expectile=0.5):
     """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
     gap_N2 = q_N2 - v_N2
-    weight_N2 = torch.where(gap_N2 > 0, gap_N2.new_tensor(expectile), gap_N2.new_tensor(1 - expectile))  # E6
+    is_below_N2 = (gap_N2 < 0).to(gap_N2)
+    weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
     return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
 
 
-def mc_returns(rewards: list[float], gamma: float) -> list[float]:
+def mc_returns(rewards, gamma):
     """Discounted return from every turn to the end of the dialogue.
 
     >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
@@ -169,184 +205,306 @@ def mc_returns(rewards: list[float], gamma: float) -> list[float]:
     return returns[:0:-1]  # from the first turn on, without the 0 behind the last
 
 
-def advantages(q_N2: torch.Tensor, v_N2: torch.Tensor) -> torch.Tensor:
+def advantages(q_N2, v_N2):
     """E3: min Q - min V [N], the minimum over the twins."""
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
-def awr_weights(advantage_N: torch.Tensor, beta: float, max_weight: float) -> torch.Tensor:
+def awr_weights(advantage_N, beta, max_weight):
     """E7: exp(beta * A) [N], at most `max_weight`; no gradient flows into them."""
-    return (beta * advantage_N.detach()).exp().clamp(max=max_weight)  # E7, D1
+    weight_N = (beta * advantage_N.detach()).exp()
+    return weight_N.clamp(max=max_weight)  # E7, D1
 
 
-def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0) -> torch.Tensor:
+def effective_share(weight_N):
+    """Kish's (sum w)^2 / (n sum w^2): 1 if all weights are alike, 1/n if one outweighs all.
+
+    >>> effective_share(torch.tensor([3.0, 3.0, 0.0, 0.0])).item()
+    0.5
+    """
+    weight_N = weight_N.double()  # squares may be beyond float32
+    return weight_N.mean() ** 2 / (weight_N**2).mean()
+
+
+def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
 # ---------------------------------------------------------- 4. models
-def load(auto, source: str, args: Args):
-    """A model without dropout, in float32, and its tokenizer, from a local folder or by Hugging Face name."""
-    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
-    try:
-        model, report = auto.from_pretrained(source, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
-            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-    except Exception as error:  # a damaged folder can raise anything
-        why = runs.why_not_loaded(source, error, args)
-        raise ValueError(f"no model in {source}: {why}") from error
-    return model.to(args.device).eval(), tokenizer
+@dataclass
+class Packed:
+    """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
+
+    ids_BT: torch.Tensor
+    position_BT: torch.Tensor
+    visible_BTT: torch.Tensor  # whether a token (second axis) sees another one (third axis)
+    row_N: torch.Tensor  # of each utterance
+    state_N: torch.Tensor  # column of the last token of its state: V is read there
+    end_N: torch.Tensor  # column of its end token: Q is read there
+    owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
+    before_M: torch.Tensor  # column of the token that predicts it
+    column_M: torch.Tensor  # its own column
+
+    def hidden(self, body, dtype):
+        """The last hidden states of a decoder [B, T, H]."""
+        return read(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
 
 
-def pack(dialogues: list[dict], tokenizer, utterances: list[list[int]] | None = None):
-    """Packs dialogues, and an utterance (token ids) in each of their N states, for one pass of a decoder.
+ROW, PADDING = -1, -2  # for tokens that belong to no fork
 
-    An utterance forks off its row: it sees the row up to its state, and no other fork. By default, the
-    utterances are the actions taken, where they are. Returns ids, positions [B, T], visible [B, query, key];
-    the row [N] of each utterance; its columns [N][1 + length]: its state's last one, then its own tokens'.
+
+def pack(dialogues, tokenizer, utterances=None) -> Packed:
+    """Packs dialogues and utterances [N][token ids]; without these the actions, which stand in the rows.
+
+    Other utterances are forks: they stand behind their row, and see it up to their state, and themselves.
+    A row "s s a s a" with the forks "b b" and "c c" in its two states:
+
+        position  0 1 2 3 4  2 3  4 5
+        fork      - - - - -  0 0  1 1
+        start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
     """
-    rows, spans = lay_out(dialogues, tokenizer)
-    # Per token: id, position, how many row tokens it sees, fork (0: the row; n + 1: utterance n; -1: none).
-    # A row "s s a s a" and "b b", "c c" in its states:  position  0 1 2 3 4  2 3  4 5
-    #                                                   seen      1 2 3 4 5  2 2  4 4
-    #                                                   fork      0 0 0 0 0  1 1  2 2
-    tokens = [[(token, i, i + 1, 0) for i, token in enumerate(row)] for row in rows]
-    columns = [[*range(first - 1, end)] for _, first, end in spans]
-    for n, ids in enumerate(utterances or []):
-        row, start, _ = spans[n]
-        columns[n] = [start - 1, *range(len(tokens[row]), len(tokens[row]) + len(ids))]
-        tokens[row] += [(token, start + i, start, n + 1) for i, token in enumerate(ids)]
-    T = max(map(len, tokens))
-    padded = np.array([row + [(0, 0, 0, -1)] * (T - len(row)) for row in tokens])  # faster than torch.tensor
-    ids_BT, position_BT, seen_BT, fork_BT = torch.from_numpy(padded).unbind(-1)
-    visible_BTT = (fork_BT[:, None] == 0) & (position_BT[:, None] < seen_BT[:, :, None])  # of the row
-    own_BTT = fork_BT[:, None] == fork_BT[:, :, None]
-    visible_BTT |= own_BTT & torch.ones(T, T, dtype=torch.bool).tril()  # of its own fork, up to itself
-    return (ids_BT, position_BT, visible_BTT), [row for row, _, _ in spans], columns
+    ids, spans, _ = lay_out(dialogues, tokenizer)
+    positions = [list(range(len(row))) for row in ids]
+    forks = [[ROW] * len(row) for row in ids]
+    starts = [[0] * len(row) for row in ids]
+    ends = []
+    owners = []
+    before = []
+    columns = []
+    for n, (row, start, stop) in enumerate(spans):
+        own = range(start, stop)
+        if utterances is not None:
+            length = len(utterances[n])
+            own = range(len(ids[row]), len(ids[row]) + length)
+            ids[row] += utterances[n]
+            positions[row] += range(start, start + length)
+            forks[row] += [n] * length
+            starts[row] += [start] * length
+        ends.append(own[-1])
+        owners += [n] * len(own)
+        before += [start - 1, *own[:-1]]
+        columns += own
+
+    position_BT = pad(positions)
+    return Packed(
+        ids_BT=pad(ids),
+        position_BT=position_BT,
+        visible_BTT=visibility(position_BT, pad(forks, PADDING), pad(starts)),
+        row_N=torch.tensor([span.row for span in spans]),
+        state_N=torch.tensor([span.start - 1 for span in spans]),
+        end_N=torch.tensor(ends),
+        owner_M=torch.tensor(owners),
+        before_M=torch.tensor(before),
+        column_M=torch.tensor(columns),
+    )
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None) -> torch.Tensor:
+def visibility(position_BT, fork_BT, start_BT):
+    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
+    is_row_B1T = fork_BT[:, None] == ROW
+    is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
+    return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
+
+
+def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    bias_BTC.masked_fill_(~visible_BTC, torch.finfo(torch.bfloat16).min)  # finite in either dtype
-    inputs = {"input_ids": ids_BT, "position_ids": position_BT, "attention_mask": bias_BTC[:, None]}
-    inputs = transformers.BatchEncoding(inputs).to(body.device)
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        return body(**inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state.float()
+    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    bias_BTC.masked_fill_(~visible_BTC, lowest)
+    return hidden_states(
+        body,
+        dtype,
+        input_ids=ids_BT.to(body.device),
+        position_ids=position_BT.to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
 
 
-def score(actor, dialogues: list[dict], utterances: list[list[int]] | None, args: Args):
+def hidden_states(body, dtype, **inputs):
+    """The last hidden states of a model without head, computed in `dtype`, as float32."""
+    is_mixed = dtype == "bfloat16"
+    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
+        return body(**inputs).last_hidden_state.float()
+
+
+def score(actor, dialogues, utterances, temperature, dtype):
     """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
-    batch, row_N, columns = pack(dialogues, actor.tokenizer, utterances)
-    hidden_BTH = read(actor.base_model, *batch, args.dtype)
-    pairs = [(n, *pair) for n, own in enumerate(columns) for pair in pairwise(own)]  # (n, reads, predicts)
-    owner_M, before_M, column_M = torch.from_numpy(np.array(pairs)).T
-    row_M = torch.tensor(row_N)[owner_M]
-    hidden_MH = hidden_BTH[row_M, before_M]
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / args.temperature
-    return logits_MV, batch[0][row_M, column_M].to(actor.device), hidden_MH, owner_M.to(actor.device)
+    packed = pack(dialogues, actor.tokenizer, utterances)
+    hidden_BTH = packed.hidden(actor.base_model, dtype)
+    row_M = packed.row_N[packed.owner_M]
+    token_M = packed.ids_BT[row_M, packed.column_M].to(actor.device)
+    hidden_MH = hidden_BTH[row_M, packed.before_M]
+    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    owner_M = packed.owner_M.to(actor.device)
+    return logits_MV, token_M, hidden_MH, owner_M
 
 
 class Critic(nn.Module):
-    """Twin V heads at the last token of each state and Q heads at each end of turn of a decoder (D2)."""
+    """Twin Q and V heads on a decoder (D2), which reads dialogues in one causal pass.
 
-    def __init__(self, body, tokenizer, value: float, dtype: str):
+    V stands at each state's last token, Q at each utterance's end token.
+    """
+
+    def __init__(self, body, value, dtype):
         super().__init__()
-        self.body, self.tokenizer, self.dtype = body, tokenizer, dtype
-        H = body.config.hidden_size
-        self.v_heads = nn.ModuleList(mlp(H, H, value) for _ in range(2))
-        self.q_heads = nn.ModuleList(mlp(H, H, value) for _ in range(2))
+        self.body = body
+        self.tokenizer = body.tokenizer
+        self.dtype = dtype
+        width = body.config.hidden_size
+        self.v_heads = Twins(width, width, value)
+        self.q_heads = Twins(width, width, value)
 
-    def forward(self, dialogues: list[dict], utterances: list[str] | None = None):
-        """V of all states [N, 2], and Q [N, 2] of an utterance in each; None reads the actions taken."""
-        end = [self.tokenizer.eos_token_id]
-        ids = utterances and [encode(self.tokenizer, text) + end for text in utterances]
-        batch, row_N, columns = pack(dialogues, self.tokenizer, ids)
-        hidden_BTH = read(self.body, *batch, self.dtype)
-        v_NH = hidden_BTH[row_N, [own[0] for own in columns]]
-        q_NH = hidden_BTH[row_N, [own[-1] for own in columns]]
-        return torch.cat([h(v_NH) for h in self.v_heads], -1), torch.cat([h(q_NH) for h in self.q_heads], -1)
+    def forward(self, dialogues, utterances=None):
+        """V of all states [N, 2], and Q [N, 2] of an utterance (text) in each, by default of the action."""
+        v_NH, q_NH = self.read_together(dialogues, utterances)
+        return self.v_heads(v_NH), self.q_heads(q_NH)
+
+    def read_together(self, dialogues, utterances):
+        """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
+        forks = None
+        if utterances is not None:
+            end = [self.tokenizer.eos_token_id]
+            forks = [encode(self.tokenizer, text) + end for text in utterances]
+        packed = pack(dialogues, self.tokenizer, forks)
+        hidden_BTH = packed.hidden(self.body, self.dtype)
+        state_NH = hidden_BTH[packed.row_N, packed.state_N]
+        return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
 
-def mlp(inputs: int, width: int, value: float) -> nn.Module:
+class Twins(nn.Module):
+    """Two networks side by side: [N, inputs] -> [N, 2]."""
+
+    def __init__(self, inputs, width, value):
+        super().__init__()
+        self.first = mlp(inputs, width, value)
+        self.second = mlp(inputs, width, value)
+
+    def forward(self, x):
+        both = [self.first(x), self.second(x)]
+        return torch.cat(both, -1)
+
+
+def mlp(inputs, width, value):
     """Two hidden layers and one output, which starts near `value`."""
     last = nn.Linear(width, 1)
     nn.init.constant_(last.bias, value)  # D4
-    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        last,
+    )
 
 
 # ---------------------------------------------------------- 5. rollouts
-def spoken(tokenizer, ids: list[int]) -> str:
+def spoken(tokenizer, ids):
     """The part of an utterance that critic and world receive: its first line, stripped."""
-    return tokenizer.decode(ids, skip_special_tokens=True).split("\n", 1)[0].strip()
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.split("\n", 1)[0].strip()
+
+
+def sample_tokens(logits_NV, generator, greedy):
+    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds a uniform number
+        total_NV = logp_NV.exp().cumsum(-1)
+        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
+        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
-def speak(actor, rows: list[list[int]], starts: list[list[int]], args: Args, generator, greedy: bool = False):
-    """Samples one utterance after each prefix rows[b][: starts[b][s]]; N prefixes in all, row by row.
+def generate(actor, rows, starts, args, generator, greedy=False):
+    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
 
     A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
     """
-    B, C, S = len(rows), max(map(len, rows)), max(map(len, starts))
-    ids_BC = torch.tensor([row + [0] * (C - len(row)) for row in rows])  # padding is on the right: never seen
-    start_BS = torch.tensor([own + [1] * (S - len(own)) for own in starts])  # padding: any start
-    is_state_BS = torch.arange(S) < torch.tensor([[len(own)] for own in starts])
-    column_BC, cache = torch.arange(C).expand(B, C), transformers.DynamicCache()
-    causal_BCC = torch.ones(C, C, dtype=torch.bool).tril().expand(B, C, C)
-    hidden_BCH = read(actor.base_model, ids_BC, column_BC, causal_BCC, args.dtype, cache)
+    ids_BC = pad(rows)  # on the right, where no state sees it
+    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    B, C = ids_BC.shape
+    S = start_BS.shape[1]
+    cache = transformers.DynamicCache()
+    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
+    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
-    visible_BSC = column_BC[:, None] < start_BS[..., None]
-    token_BS, open_BS, steps = None, is_state_BS, []
-    while open_BS.any() and len(steps) < args.max_action_tokens:
-        if steps:  # read the tokens just written: S more columns in the cache, each for its own state alone
-            visible_BSC = torch.cat([visible_BSC, torch.eye(S, dtype=torch.bool).expand(B, S, S)], -1)
-            position_BS = start_BS + len(steps) - 1
-            hidden_BSH = read(actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, cache)
-        logp_BSV = (actor.get_output_embeddings()(hidden_BSH) / args.temperature).log_softmax(-1)
-        if greedy:
-            token_BS = logp_BSV.argmax(-1)
-        else:  # the first token whose cumulative probability reaches a uniform number
-            u_BS1 = torch.rand(B, S, 1, generator=generator, device=generator.device)
-            token_BS = (logp_BSV.exp().cumsum(-1) < u_BS1).sum(-1).clamp(max=logp_BSV.shape[-1] - 1)
-        logp_BS = logp_BSV.gather(-1, token_BS[..., None])[..., 0]
-        steps.append((token_BS.cpu(), logp_BS.cpu() * open_BS, open_BS))
-        open_BS = open_BS & (token_BS.cpu() != actor.tokenizer.eos_token_id)
-    token_NL, logp_NL, open_NL = (torch.stack(x, -1)[is_state_BS] for x in zip(*steps, strict=True))
-    return [ids[own].tolist() for ids, own in zip(token_NL, open_NL, strict=True)], logp_NL.sum(-1)
+
+    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
+    places = []  # of the N states in [B, S], put in one line
+    for b, own in enumerate(starts):
+        places += range(b * S, b * S + len(own))
+    utterances = {place: [] for place in places}
+    total_logps = dict.fromkeys(places, 0.0)
+    for step in range(args.max_action_tokens):
+        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_N.tolist()
+        logps = logp_N.tolist()
+        for place in places:
+            utterances[place].append(tokens[place])
+            total_logps[place] += logps[place]
+        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        if not places:
+            break
+        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
+        token_BS = token_N.view(B, S)
+        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+    return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args: Args, generator, rng=None, indices=None, greedy: bool = False):
+def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
-    seeds = rng.integers(2**31, size=len(worlds)).tolist() if rng else list(range(len(worlds)))
+    seeds = range(len(worlds))
+    if rng:
+        seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    # n tokens, encoded again from text, are up to 3n (bytes become U+FFFD): with the end token at most 4n.
-    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - 4 * args.max_action_tokens
+    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
+    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
     nll = []
-    while worlds.alive():
-        rows = {}
-        for i in worlds.alive():
-            played = worlds.dialogues[i]
-            layout, spans = lay_out([played | {"actions": [*played["actions"], ""]}], actor.tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]  # all before the dummy action ""
-            if len(rows[i]) > limit:
+    while alive := worlds.alive():
+        dialogues = [worlds.dialogues[i] for i in alive]
+        _, _, prompts = lay_out(dialogues, actor.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
+        for i in alive:
+            if len(rows[i]) > context - room:
                 worlds.cut(i)
                 del rows[i]
-        if rows:
-            starts = [[len(row)] for row in rows.values()]
-            written, logp_N = speak(actor, list(rows.values()), starts, args, generator, greedy)
-            said = dict(zip(rows, [spoken(actor.tokenizer, ids) for ids in written], strict=True))
-            worlds.step([said.get(i) for i in range(len(worlds))])
-            nll += (-logp_N).tolist()
-    return [d for d in worlds.dialogues if d["actions"]], nll
+        if not rows:
+            break
+        starts = [[len(row)] for row in rows.values()]
+        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+        worlds.step(dict(zip(rows, texts, strict=True)))
+        nll += [-logp for logp in logps]
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
+
+
+def fresh_utterances(actor, dialogues, args, generator):
+    """One utterance of the current actor in each of the N states of some dialogues, as token ids."""
+    rows, spans, _ = lay_out(dialogues, actor.tokenizer)
+    starts = [[] for _ in rows]
+    for span in spans:
+        starts[span.row].append(span.start)
+    fresh, _ = generate(actor, rows, starts, args, generator)
+    return fresh
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: str) -> float:
+def descend(loss, optimizer, parameters, max_norm, what):
     """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
     optimizer.zero_grad()
     loss.backward()
@@ -357,203 +515,205 @@ def descend(loss: torch.Tensor, optimizer, parameters, max_norm: float, what: st
     return norm.item()
 
 
-def critic_update(critic, target, optimizer, dialogues: list[dict], args: Args) -> dict[str, float]:
-    """One step on V (E6 or E2) and Q (E1 or E8) over the data's utterances, one Polyak step of the target."""
-    reward_N = torch.tensor([reward for d in dialogues for reward in d["rewards"]], device=critic.body.device)
-    return_N = reward_N.new_tensor([g for d in dialogues for g in mc_returns(d["rewards"], args.gamma)])
-    turns_left_N = reward_N.new_tensor([n for d in dialogues for n in range(len(d["actions"]), 0, -1)])
+def critic_targets(target_critic, dialogues, return_N, args):
+    """What Q and V are to become [N, 2] each, and the expectile of V's loss."""
+    target_v_N2, target_q_N2 = target_critic(dialogues)  # of the data's utterances, and of no others
+    if args.critic == "iql":
+        next_N2 = target_v_N2  # E1
+        expectile = args.expectile  # E6
+    else:
+        next_N2 = target_q_N2  # E8
+        expectile = 0.5  # E2
+    lengths = [len(dialogue["actions"]) for dialogue in dialogues]
+    last_turns = np.cumsum(lengths) - 1
+    next_N2 = next_N2.roll(-1, 0)
+    next_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
+    return td_target(reward_N, next_N2, args.gamma), target_q_N2, expectile
 
-    v_N2, q_N2 = critic(dialogues)
+
+def critic_update(critic, target_critic, optimizer, dialogues, args):
+    """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
+    returns = []
+    for dialogue in dialogues:
+        returns += mc_returns(dialogue["rewards"], args.gamma)
+    return_N = torch.tensor(returns, device=critic.body.device)
     with torch.no_grad():
-        target_v_N2, target_q_N2 = target(dialogues)
-        next_N2 = target_v_N2 if args.critic == "iql" else target_q_N2  # E1, E8
-        next_N2 = next_N2.roll(-1, 0).masked_fill(turns_left_N[:, None] == 1, 0.0)  # a cut ends, too
-        q_target_N2 = td_target(reward_N, next_N2, args.gamma)
-    q_loss = nn.functional.mse_loss(q_N2, q_target_N2)
-    v_loss = value_loss(v_N2, target_q_N2, args.expectile if args.critic == "iql" else 0.5)  # E6, E2
+        q_target_N2, v_target_N2, expectile = critic_targets(target_critic, dialogues, return_N, args)
+    v_N2, q_N2 = critic(dialogues)
+    q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
+    v_loss = value_loss(v_N2, v_target_N2, expectile)  # E2, E6
     norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
-    for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
+    for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
+
     error_N = v_N2.detach().mean(-1) - return_N
-    metrics = {"q_loss": q_loss, "v_loss": v_loss, "bias": error_N.mean()}
     variance = return_N.var(correction=0)
     variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
-    metrics["explained_variance"] = 1 - error_N.var(correction=0) / variance
-    return {f"critic/{name}": figure.item() for name, figure in metrics.items()} | {"critic/grad_norm": norm}
+    explained = 1 - error_N.var(correction=0) / variance
+    return {
+        "critic/q_loss": q_loss.item(),
+        "critic/v_loss": v_loss.item(),
+        "critic/bias": error_N.mean().item(),
+        "critic/explained_variance": explained.item(),
+        "critic/grad_norm": norm,
+    }
 
 
-def actor_update(actor, critic, optimizer, dialogues: list[dict], args: Args, generator) -> dict[str, float]:
+def actor_update(actor, critic, optimizer, dialogues, args, generator):
     """One step on E7 with the utterances of the data, or on E3 with some that the actor has just sampled."""
-    logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args)
-    logp_M = -nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
-    data_nll = reinforce_loss(logp_M, torch.ones(owner_M[-1] + 1, device=actor.device), owner_M)
-    said = None  # in each state, what the data says
+    logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args.temperature, args.dtype)
+    nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+    data_nll = nll_M.sum() / len(flat(dialogues, "actions"))
+    texts = None  # the critic judges the data's actions, unless there are others
     if args.actor_loss == "reinforce":
-        rows, spans = lay_out(dialogues, actor.tokenizer)
-        starts = [[start for row, start, _ in spans if row == b] for b in range(len(rows))]
-        fresh, _ = speak(actor, rows, starts, args, generator)
-        said = [spoken(actor.tokenizer, ids) for ids in fresh]
-        logits_MV, token_M, _, owner_M = score(actor, dialogues, fresh, args)
-        logp_M = -nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+        fresh = fresh_utterances(actor, dialogues, args, generator)
+        texts = [spoken(actor.tokenizer, ids) for ids in fresh]
+        logits_MV, token_M, _, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
+        nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
     with torch.no_grad():
-        v_N2, q_N2 = critic(dialogues, said)
-        weight_N = advantage_N = advantages(q_N2, v_N2)  # E3
-        entropy = torch.distributions.Categorical(logits=logits_MV).entropy().sum() / len(v_N2)
-    metrics = {"advantage_mean": advantage_N.mean(), "advantage_std": advantage_N.std(correction=0)}
+        v_N2, q_N2 = critic(dialogues, texts)
+        entropy_M = torch.distributions.Categorical(logits=logits_MV).entropy()
+    advantage_N = advantages(q_N2, v_N2)  # E3
+    weight_N = advantage_N
+    metrics = {}
     if args.actor_loss == "awr":
         weight_N = awr_weights(advantage_N, args.beta, args.max_weight)  # E7
-        metrics["effective_samples"] = weight_N.double().mean() ** 2 / (weight_N.double() ** 2).mean()
-        metrics["clamped"] = (weight_N >= args.max_weight).float().mean()
-    loss = reinforce_loss(logp_M, weight_N, owner_M) + args.bc_weight * data_nll
+        is_clamped_N = weight_N >= args.max_weight
+        metrics["actor/effective_samples"] = effective_share(weight_N).item()
+        metrics["actor/clamped"] = is_clamped_N.float().mean().item()
+    loss = reinforce_loss(-nll_M, weight_N, owner_M) + args.bc_weight * data_nll
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
-    metrics |= {"loss": loss, "data_nll": data_nll, "entropy": entropy}
-    return {f"actor/{name}": figure.item() for name, figure in metrics.items()} | {"actor/grad_norm": norm}
+    return metrics | {
+        "actor/loss": loss.item(),
+        "actor/data_nll": data_nll.item(),
+        "actor/entropy": entropy_M.sum().item() / len(advantage_N),
+        "actor/advantage_mean": advantage_N.mean().item(),
+        "actor/advantage_std": advantage_N.std(correction=0).item(),
+        "actor/grad_norm": norm,
+    }
 
 
 # ---------------------------------------------------------- 7. evaluation
+def play_tasks(actor, args, greedy):
+    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+
+    The seeds are always the same, so that evaluations compare.
+    """
+    if args.eval_episodes < 1:
+        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
+    options = envs.options(args.world)
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    if not greedy:
+        passes = round(args.eval_episodes / len(tasks))
+        tasks = passes * tasks
+    worlds = envs.VecTextEnv(args.env, len(tasks), **options)
+    generator = torch.Generator(args.device).manual_seed(0)
+    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    worlds.close()
+    return dialogues
+
+
+def evaluate(actor, critic, known, args):
+    """Figures of sampled and of greedy play, and the sampled dialogues with what the critic thinks of them.
+
+    `known` are the actions of the data.
+    """
+    sampled = play_tasks(actor, args, greedy=False)
+    greedy = play_tasks(actor, args, greedy=True)
+    metrics = envs.summarise(sampled, "eval/{}")
+    metrics |= envs.summarise(greedy, "eval/{}_greedy")
+    is_unseen = [action not in known for action in flat(sampled, "actions")]
+    metrics["eval/unseen"] = float(np.mean(is_unseen))
+    judged = [with_values(dialogue, critic) for dialogue in sampled]
+    returns = [mc_returns(dialogue["rewards"], args.gamma) for dialogue in judged]
+    errors = np.subtract(flat(judged, "Q"), np.concatenate(returns))
+    metrics["eval/overestimation"] = float(errors.mean())
+    return metrics, judged
+
+
 @torch.no_grad()
-def evaluate(actor, critic, known: set[str], args: Args) -> tuple[dict[str, float], list[dict]]:
-    """All tasks of the world, or the first, greedy and sampled, from the same seeds; and the sampled ones."""
-    options, metrics = envs.options(args.world), {}
-    tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes]
-    for suffix, passes in {"_greedy": 1, "": max(1, round(args.eval_episodes / len(tasks)))}.items():
-        worlds = envs.VecTextEnv(args.env, passes * len(tasks), **options)
-        generator, is_greedy = torch.Generator(args.device).manual_seed(0), suffix == "_greedy"
-        played, _ = rollout(actor, worlds, args, generator, None, passes * tasks, is_greedy)
-        figures = envs.summarise(played)
-        metrics |= {f"{name}{suffix}": figures[name] for name in ("return", "success", "invalid", "repeated")}
-    metrics["unseen"] = float(np.mean([action not in known for d in played for action in d["actions"]]))
-    for dialogue in played:
-        v_N2, q_N2 = critic([dialogue])
-        dialogue |= {"Q": q_N2.min(-1).values.tolist(), "V": v_N2.min(-1).values.tolist()}
-    errors = [np.subtract(d["Q"], mc_returns(d["rewards"], args.gamma)) for d in played]
-    metrics["overestimation"] = float(np.concatenate(errors).mean())
-    return metrics, played
+def with_values(dialogue, critic):
+    """A dialogue with what the critic thinks of each turn, for people to read."""
+    v_N2, q_N2 = critic([dialogue])
+    q_N = q_N2.min(-1).values
+    v_N = v_N2.min(-1).values
+    return dialogue | {"Q": q_N.tolist(), "V": v_N.tolist()}
 
 
-# ---------------------------------------------------------- 8. save and resume
-def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
-    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
-        temporary = run / f"{name}.tmp"
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(runs.card(run, name), encoding="utf-8")
-        shutil.rmtree(run / name, ignore_errors=True)
-        temporary.rename(run / name)
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-
-
-def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
-    try:
-        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, module in modules.items():
-            module.load_state_dict(state["modules"][name])
-        rng.bit_generator.state = state["rng"]
-        generator.set_state(state["generator"])
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
-    return state
-
-
-# ---------------------------------------------------------- 9. training
+# ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
     """Iterations of critic and actor on recorded dialogues; returns what it writes to summary.json."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    started, cpu_started = time.time(), time.process_time()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
+    run = runs.Run(args, "archer_offline_iql")
+    rng = run.rng
     world = envs.make(args.env, **envs.options(args.world))
 
-    # --- the data, and all that learns, as it starts
-    source = args.actor or str(Path(__file__).parent / "checkpoints" / world.demonstration_env)
-    actor, actor.tokenizer = load(transformers.AutoModelForCausalLM, source, args)
-    if args.dataset:
-        found, notes = read_dialogues(args.dataset, world.append_only)
-    else:
-        found, notes = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix), []
-    limit = getattr(actor.config, "max_position_embeddings", sys.maxsize) - args.max_action_tokens
-    data = [d for d in found if max(map(len, lay_out([d], actor.tokenizer)[0])) <= limit]
-    print(*notes, f"{len(data)} of {len(found)} dialogues fit into {limit} tokens", sep="\n")
-    data.sort(key=lambda d: -sum(d["rewards"]))
-    imitated = data[: max(1, int(args.keep * len(data)))]
+    # --- the data
+    source = args.actor or runs.checkpoint_of(world)
+    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
-    known = {action for d in data for action in d["actions"]}
-    value = float(np.mean([g for d in data for g in mc_returns(d["rewards"], args.gamma)]))  # D4
-    critic = Critic(copy.deepcopy(actor.base_model), actor.tokenizer, value, args.dtype).to(args.device)  # D2
-    target = copy.deepcopy(critic).requires_grad_(False)
+    known = set(flat(data, "actions"))
+    if not 0 < args.keep <= 1:
+        raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
+    num_kept = max(1, int(args.keep * len(data)))
+    imitated = data[:num_kept]
+
+    # --- all that learns, as it starts
+    returns = [mc_returns(dialogue["rewards"], args.gamma) for dialogue in data]
+    value = float(np.concatenate(returns).mean())  # D4
+    body = copy.deepcopy(actor.base_model)  # D2
+    body.tokenizer = actor.tokenizer
+    critic = Critic(body, value, args.dtype).to(args.device)
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
-    modules = {"actor": actor, "optimizer": optimizer}
-    modules |= {"critic": critic, "target": target, "critic_optimizer": critic_optimizer}
 
     # --- a new run, or one that goes on
-    run = runs.folder(args, "archer_offline_iql")
-    if args.resume:
-        state = restore(run, modules, rng, generator)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-    else:
-        start, _ = evaluate(actor, critic, known, args)
-        state = {"iteration": 0, "metrics": [], "samples": [], "warm_start": start, "evaluation": start}
-        runs.write(run / "dataset.jsonl", data)
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
-    writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
-    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
+    modules = {"actor": actor, "optimizer": optimizer}
+    modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
+    run.start(modules)
     if not args.resume:
-        start = {f"eval/{name}": figure for name, figure in start.items()}
-        state["metrics"].append(runs.log(writer, 0, start, "return"))
-    stopped = runs.stop_signals()  # Ctrl-C ends the iteration that it falls into
+        runs.write_jsonl(run.folder / "dataset.jsonl", data)
+        evaluation, _ = evaluate(actor, critic, known, args)
+        run.log(evaluation, "return")
 
-    for iteration in range(state["iteration"] + 1, args.iterations + 1):
-        began, rows = time.time(), []
-        share = (args.iterations - iteration + 1) / args.iterations if args.anneal_lr else 1.0  # D5
+    for iteration in run.iterations(args.iterations):
+        began = time.time()
+        logs = []
+        share = 1.0
+        if args.anneal_lr:
+            share = (args.iterations - iteration + 1) / args.iterations  # D5
         # 1. the critic
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr * share
         for _ in range(args.critic_updates):
             batch = rng.choice(data, args.batch)
-            rows.append(critic_update(critic, target, critic_optimizer, batch, args))
+            logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
+
         # 2. the actor, by the critic that has just learned
         optimizer.param_groups[0]["lr"] = args.actor_lr * share
         for _ in range(args.actor_updates):
             batch = rng.choice(imitated, args.batch)
-            rows.append(actor_update(actor, critic, optimizer, batch, args, generator))
-        # 3. the books
-        state["iteration"], metrics = iteration, {"data/return": data_return}
-        metrics |= runs.means(rows)
-        metrics["time/updates_per_second"] = len(rows) / (time.time() - began)
-        is_due = iteration % args.eval_every == 0 or iteration == args.iterations
-        if is_due:
-            state["evaluation"], played = evaluate(actor, critic, known, args)
-            metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
-            state["samples"] += [{"iteration": iteration} | dialogue for dialogue in played[:8]]
-        state["metrics"].append(runs.log(writer, iteration, metrics, "eval/return|explained|nll|entropy"))
-        with runs.saving(run, iteration):  # a full disk, for example, does not end the run
-            runs.write(run / "metrics.jsonl", state["metrics"])
-            runs.write(run / "rollouts.jsonl", state["samples"])
-            if is_due or stopped:
-                state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-                state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-                state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
-                save(run, state, {"actor": (actor, actor.tokenizer)})
-        if stopped:
-            break
-    writer.close()
+            logs.append(actor_update(actor, critic, optimizer, batch, args, run.generator))
 
-    summary = {f"warm_start_{name}": figure for name, figure in state["warm_start"].items()}
-    summary |= {f"eval_{name}": figure for name, figure in state["evaluation"].items()}
-    last = summary["eval_return"]
-    learned = [row for row in state["metrics"] if row["iteration"] > 0]  # the start is no result of the run
-    summary["best_return"] = max([last, *(row.get("eval/return", last) for row in learned)])
-    summary |= {"episodes": len(data), "seed": args.seed} | runs.facts()
-    summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-    runs.write(run / "summary.json", [summary], indent=2)
-    print(json.dumps(summary))
-    return summary
+        # 3. metrics, evaluation, checkpoint
+        metrics = {"data/return": data_return}
+        metrics |= runs.means(logs)
+        metrics["time/updates_per_second"] = len(logs) / (time.time() - began)
+        samples = []
+        is_due = run.is_due(args.eval_every)
+        if is_due:
+            evaluation, judged = evaluate(actor, critic, known, args)
+            metrics |= evaluation
+            samples = [{"iteration": iteration} | dialogue for dialogue in judged[:8]]
+        run.log(metrics, "eval/return|explained|nll|entropy", samples)
+        if is_due or run.stopped:
+            run.save({"actor": actor})
+
+    evaluated = [row["eval/return"] for row in run.metrics if "eval/return" in row]
+    learned = evaluated[1:] or evaluated  # the start is no result of the run
+    return run.finish(episodes=len(data), best_return=max(learned))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
 import sft
+from envs import runs
 from envs.datasets import make_dialogues
 from envs.worlds.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, parse, words_in
 
@@ -77,14 +78,14 @@ def extended(state: dict, guess: str, reply: str) -> dict:
 
 
 @torch.no_grad()
-def p_yes(model, tokenizer, asked: list[tuple[dict, str]], batch: int) -> list[float]:
+def p_yes(model, asked: list[tuple[dict, str]], batch: int) -> list[float]:
     """P(Yes) behind each guess: of the three answers whole, however many tokens they have."""
-    args, rows, last = sft.Args(context=sys.maxsize), [], []
-    _, between, behind = sft.chat_pieces(tokenizer)
+    rows, last, tokenizer = [], [], model.tokenizer
+    _, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for state, guess in asked:
         for reply in REPLIES:
-            rows += sft.rows_of(extended(state, guess, reply), tokenizer, args)
-            last.append(len(sft.encode(tokenizer, between + reply + behind)))
+            rows += sft.rows_of(extended(state, guess, reply), tokenizer, sys.maxsize)
+            last.append(len(sft.encode(tokenizer, to_prompt + reply + to_reply)))
             rows[-1][: -last[-1], 1] = sft.CONTEXT
     order, total = sorted(range(len(rows)), key=lambda i: len(rows[i])), torch.zeros(len(rows))
     for part in (order[i : i + batch] for i in range(0, len(order), batch)):
@@ -97,8 +98,8 @@ def p_yes(model, tokenizer, asked: list[tuple[dict, str]], batch: int) -> list[f
 def q_values(run: Path, asked: list[tuple[dict, str]]) -> list[float]:
     """What the critic of an archer.py run thinks each guess is worth: the smaller of the twins' Q."""
     args = archer.Args(**json.loads((run / "args.json").read_text(encoding="utf-8")))
-    body, tokenizer = archer.load(transformers.AutoModel, str(run / "critic"), args)
-    critic = archer.Critic(body, tokenizer, 0.0, args.dtype).to(args.device)
+    body = runs.load(transformers.AutoModel, str(run / "critic"), args)
+    critic = archer.Critic(body, 0.0, args.dtype).to(args.device)
     state = torch.load(run / "checkpoint.pt", map_location=args.device, weights_only=True)
     critic.load_state_dict(state["modules"]["critic"])
     found = []
@@ -108,28 +109,23 @@ def q_values(run: Path, asked: list[tuple[dict, str]]) -> list[float]:
     return found
 
 
-def mean_return(model, tokenizer, hold: int, seed: int) -> float:
+def mean_return(model, hold: int, seed: int) -> float:
     """Mean return over all words twice, sampled, none of `hold` first turns a guess if it finds others."""
-    model.tokenizer, args = tokenizer, archer.Args()
+    args, generator = archer.Args(), torch.Generator().manual_seed(seed)
     worlds = envs.VecTextEnv("twenty-questions", 314)
     worlds.reset(seeds=list(range(314)), indices=[*range(157)] * 2)
-    generator = torch.Generator().manual_seed(seed)
     while alive := worlds.alive():
-        rows = {}
-        for i in alive:
-            so_far = worlds.dialogues[i]
-            layout, spans = archer.lay_out([so_far | {"actions": [*so_far["actions"], ""]}], tokenizer)
-            rows[i] = layout[-1][: spans[-1][1]]
+        _, _, prompts = archer.lay_out([worlds.dialogues[i] for i in alive], model.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
         said, tries = {}, 0
         while rows and tries < 50:
-            written, _ = archer.speak(
-                model, list(rows.values()), [[len(r)] for r in rows.values()], args, generator
-            )
-            said |= {i: archer.spoken(tokenizer, ids) for i, ids in zip(rows, written, strict=True)}
+            starts = [[len(row)] for row in rows.values()]
+            written, _ = archer.generate(model, list(rows.values()), starts, args, generator)
+            said |= {i: archer.spoken(model.tokenizer, ids) for i, ids in zip(rows, written, strict=True)}
             asked = {i: parse(said[i]) for i in rows if len(worlds.dialogues[i]["actions"]) < hold}
             rows = {i: rows[i] for i, question in asked.items() if question and question.guess}
             tries += 1
-        worlds.step([said.get(i) for i in range(314)])
+        worlds.step(said)
     return envs.summarise(worlds.dialogues)["return"]
 
 
@@ -137,14 +133,12 @@ def main(args: Args) -> dict[str, float]:
     """Prints the table; returns its figures."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = sft.load(
-        transformers.AutoModelForCausalLM, args.checkpoint, sft.Args(device=args.device)
-    )
+    model = runs.load(transformers.AutoModelForCausalLM, args.checkpoint, args)
     states, figures = late_states(args.states, args.seed), {}
     for kind in ("repeated", "excluded", "possible"):
         truth = [1 / state["left"] if kind == "possible" else 0.0 for state in states]
         asked = [(state, state["guesses"][kind]) for state in states]
-        found = p_yes(model, tokenizer, asked, args.batch)
+        found = p_yes(model, asked, args.batch)
         off = fmean(abs(a - b) for a, b in zip(found, truth, strict=True))
         figures |= {kind: fmean(found), f"{kind}_truth": fmean(truth), f"{kind}_off": off}
         print(
@@ -158,7 +152,7 @@ def main(args: Args) -> dict[str, float]:
             figures[f"q_{kind}"] = fmean(a > b for a, b in pairs)
             print(f"Q(possible) > Q({kind}) in {figures[f'q_{kind}']:.2f} of {len(states)} states")
     for hold in (0, args.hold) if args.hold else ():
-        figures[f"return_{hold}"] = mean_return(model, tokenizer, hold, args.seed)
+        figures[f"return_{hold}"] = mean_return(model, hold, args.seed)
         print(f"return without a guess in the first {hold} turns {figures[f'return_{hold}']:.2f}")
     return figures
 

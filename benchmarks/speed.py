@@ -6,9 +6,9 @@ Every part gets what a run gives it: dialogues of the checkpoint's actor, in bat
 arguments of archer.py hold. A part's rate is that of the utterances that it plays, samples or learns from.
 """
 
+import contextlib
 import copy
 import json
-import resource
 import statistics
 import sys
 import time
@@ -23,6 +23,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
+from envs import runs
 
 
 @dataclass
@@ -49,13 +50,14 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
-    source = args.actor or str(
-        Path(archer.__file__).parent / "checkpoints" / worlds.envs[0].demonstration_env
-    )
-    actor, actor.tokenizer = archer.load(transformers.AutoModelForCausalLM, source, args)
+    source = args.actor or runs.checkpoint_of(worlds.envs[0])
+    with contextlib.redirect_stdout(sys.stderr):
+        actor = runs.load(transformers.AutoModelForCausalLM, source, args)  # says what it loads
     baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
-    critic = archer.Critic(copy.deepcopy(actor.base_model), actor.tokenizer, 0.0, args.dtype).to(args.device)
-    start_actor, target = (copy.deepcopy(model).requires_grad_(False) for model in (actor, critic))
+    body = copy.deepcopy(actor.base_model)
+    body.tokenizer = actor.tokenizer
+    critic = archer.Critic(body, 0.0, args.dtype).to(args.device)
+    ref_model, target_critic = (copy.deepcopy(model).requires_grad_(False) for model in (actor, critic))
     # Learning rates of zero: every repetition does the same work.
     actor_optimizer, critic_optimizer = (
         torch.optim.AdamW(model.parameters(), lr=0.0) for model in (actor, critic)
@@ -68,12 +70,10 @@ def main(args: Args) -> None:
         return sum(len(dialogue["actions"]) for dialogue in dialogues)
 
     played = play()
-    acted, seen = played[: args.actor_batch], []
-    for dialogue in played[: args.critic_batch]:
-        ids = archer.fresh_utterances(actor, [dialogue], args, generator)
-        seen.append(dialogue | {"fresh": [archer.spoken(actor.tokenizer, part) for part in ids]})
-    critic_step = (critic, target, critic_optimizer, seen, args)
-    actor_step = (actor, start_actor, critic, baseline, actor_optimizer, acted, args, generator)
+    acted = played[: args.actor_batch]
+    seen = archer.with_fresh(played[: args.critic_batch], actor, args, generator)
+    critic_step = (critic, target_critic, critic_optimizer, seen, args)
+    actor_step = (actor, ref_model, critic, baseline, actor_optimizer, acted, args, generator)
     parts = {
         "rollout": lambda: count(play()),
         "sampling for the steps": lambda: len(archer.fresh_utterances(actor, acted, args, generator)),
@@ -81,8 +81,7 @@ def main(args: Args) -> None:
         "actor step, sampling included": lambda: archer.actor_update(*actor_step) and count(acted),
     }
     results = {f"{name}, utterances/s": rate(part, args.repeats, args.device) for name, part in parts.items()}
-    unit = 2 ** (20 if sys.platform == "darwin" else 10)
-    results["peak memory, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    results["peak memory, MB"] = runs.peak_memory_mb()
     if args.device != "cpu":
         results["peak memory of the device, MB"] = torch.cuda.max_memory_allocated(args.device) / 2**20
     rows = [f"{name:<38}{value:8.0f}" for name, value in results.items()]

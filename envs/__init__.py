@@ -288,13 +288,18 @@ def summarise(dialogues: list[dict], tag: str = "{}") -> dict[str, float]:
 
 
 class VecTextEnv:
-    """`n` worlds in lockstep, in this process; every argument and result is a list with one entry per world.
+    """`n` worlds in lockstep, in this process.
 
-    A world that has ended stays as it is until the next `reset`: nothing starts by itself. `dialogues` has
-    what was played since then, and `alive()` the numbers of the worlds that have not ended.
+    A world that has ended stays as it is until the next `reset`: nothing starts by itself. What they say is
+    kept: `observations` has the last texts, `alive()` the numbers of the worlds that have not ended, and
+    `dialogues` all that was played since the last `reset`.
+
+    Raises ValueError for fewer than one world.
     """
 
     def __init__(self, id: str, n: int, **options):
+        if n < 1:
+            raise ValueError(f"{n} worlds of {id}: there must be at least one")
         self.envs = [make(id, **options) for _ in range(n)]
         self.observations = [""] * n
         self.terminated = [False] * n
@@ -307,18 +312,15 @@ class VecTextEnv:
     def alive(self) -> list[int]:
         return [i for i in range(len(self)) if not (self.terminated[i] or self.truncated[i])]
 
-    def reset(
-        self, seeds: list[int | None] | None = None, indices: list[int | None] | None = None
-    ) -> tuple[list[str], list[dict]]:
+    def reset(self, seeds: list[int | None] | None = None, indices: list[int | None] | None = None) -> None:
         """Starts all worlds anew: `seeds` for their generators, `indices` of the tasks;
         None leaves it to the world."""
         seeds = self._one_each("seeds", seeds)
         indices = self._one_each("indices", indices)
-        results = [
-            self._call(i, "reset", seed=seed, options={} if index is None else {"index": index})
-            for i, (seed, index) in enumerate(zip(seeds, indices, strict=True))
-        ]
-        self.observations = [observation for observation, _ in results]
+        began = []
+        for i, (seed, index) in enumerate(zip(seeds, indices, strict=True)):
+            began.append(self._call(i, "reset", seed=seed, options={} if index is None else {"index": index}))
+        self.observations = [observation for observation, _ in began]
         self.terminated = [False] * len(self)
         self.truncated = [False] * len(self)
         self.dialogues = [
@@ -331,9 +333,8 @@ class VecTextEnv:
                 "cut": False,
                 "answer": info["answer"],
             }
-            for text, info in results
+            for text, info in began
         ]
-        return list(self.observations), [info for _, info in results]
 
     def step(self, actions: dict[int, str]) -> None:
         """Takes an action in each of these worlds, by its number; none of them has ended."""

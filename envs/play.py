@@ -7,7 +7,6 @@ python -m envs.play twenty-questions --agent runs/RUN --greedy  # it asks, you t
 """
 
 import argparse
-import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 import gymnasium.error
 
 import envs
-from envs.runs import why_not_loaded
+from envs.runs import chat_pieces, why_not_loaded
 
 QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
 SHORT = {
@@ -140,16 +139,6 @@ class Agent:
             **how,
         )
         return self.tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)
-
-
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """What a chat template puts before a prompt, between the end of a turn and the reply, and behind both."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    before, _, between, behind = re.split("<[012]>", text)
-    return before, between.removeprefix(tokenizer.eos_token), behind
 
 
 # ------------------------------------------------------------------------------------- the command

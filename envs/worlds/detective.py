@@ -26,6 +26,9 @@ from 10 to 360 at best.
   D2  Jericho finds the things that an action may be about with a spaCy model; we take the last word of their
       names, and try nothing with two things that one carries. In this game that finds the same.
   D3  Feedback does not repeat the surroundings, which the game describes again when one enters a room.
+
+To take it alone, copy envs/__init__.py, envs/datasets.py and envs/worlds/detective.py, each to the same
+place. It needs gymnasium, jericho and the game.
 """
 
 import copy

@@ -18,7 +18,8 @@ cannot answer that question."
       in the question, so that "What is the climate like?" wins Lima. `matching="paper"` restores that.
   D4  What is no question at all is answered "Invalid Question.", as in Twenty Questions.
 
-This file and its .toml are all there is to it; they need gymnasium and nothing else.
+To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/guess_my_city.py and
+envs/worlds/guess_my_city.toml, each to the same place. It needs gymnasium and nothing else.
 """
 
 import operator

@@ -25,7 +25,8 @@ a reader to change.
 An observation holds all there is to know of the past, except how many turns are gone: the notebook keeps what
 was read and what was lost. So the players below, like a policy, see the last observation and nothing else.
 
-This file and its .toml are all there is to it; they need gymnasium and nothing else.
+To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/mini_detective.py and
+envs/worlds/mini_detective.toml, each to the same place. It needs gymnasium and nothing else.
 """
 
 import operator

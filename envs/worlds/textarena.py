@@ -1,6 +1,9 @@
 """The games for one player of TextArena, a package of its own (pip install textarena): docs/your_world.md.
 
 python sft.py --env envs.worlds.textarena:TextArena --demonstrations 2000
+
+To take it alone, copy envs/__init__.py, envs/adapt.py, envs/datasets.py and envs/worlds/textarena.py, each to
+the same place. It needs gymnasium and textarena.
 """
 
 import random

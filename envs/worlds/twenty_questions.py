@@ -15,7 +15,8 @@ guess. The answers are "Yes.", "No." and "Invalid Question."
       last word of the question: "Is it a cat or a dog?" wins on dog, and a word of two words, such
       as "golf ball", can never be won. `matching="paper"` restores that.
 
-This file and its .toml are all there is to it; they need gymnasium and nothing else.
+To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/twenty_questions.py and
+envs/worlds/twenty_questions.toml, each to the same place. It needs gymnasium and nothing else.
 """
 
 import operator

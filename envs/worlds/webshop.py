@@ -14,8 +14,8 @@
 
 The shop is that of Yao et al. 2022 (arXiv:2207.01206), in the text form of ReAct (Yao et al. 2023,
 arXiv:2210.03629) that ArCHer plays (Zhou et al. 2024, arXiv:2402.19446): ten actions, each search[...],
-click[...] or think[...], and one reward, for how well what one buys fits the instruction. docs/worlds.md has
-rules, players and scores.
+click[...] or think[...], and one reward, for how well what one buys fits the instruction. Rules, players and
+scores: docs/worlds/webshop.md.
 
     a task       an instruction, written for one item; others may fit as well
     the reward   0 until one buys, then between 0 and 1: kind, attributes, options and price
@@ -33,7 +33,8 @@ Differs from what was released:
       `context=CHARACTERS` is ArCHer's form: the instruction at the end, and the oldest pages and actions left
       out until all fits.
 
-This file is all there is to it; it needs gymnasium, numpy and rapidfuzz.
+To take it alone, copy envs/__init__.py, envs/datasets.py and envs/worlds/webshop.py, each to the same place.
+It needs gymnasium, numpy and rapidfuzz.
 """
 
 import json

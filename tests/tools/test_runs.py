@@ -45,8 +45,8 @@ class Toy:
 class Words:
     """What has a folder: a model, or its tokenizer."""
 
-    def __init__(self, words: str):
-        self.words = words
+    def __init__(self, words: str, tokenizer: "Words | None" = None):
+        self.words, self.tokenizer = words, tokenizer
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -58,7 +58,7 @@ def train(args: Toy, each=lambda run: None) -> dict:
     run = runs.Run(args, "toy")
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), args.rate)
-    run.start({"model": model, "optimizer": optimizer}, seen=[])
+    run.start({"model": model, "optimizer": optimizer}, seen=[], episodes=0)
     if not args.resume:
         run.log({"eval/return": 0.0}, "return")
     for iteration in run.iterations(args.iterations):
@@ -69,6 +69,7 @@ def train(args: Toy, each=lambda run: None) -> dict:
         loss.backward()
         optimizer.step()
         run.state["seen"].append(numbers[0])
+        run.state["episodes"] += 1
         metrics = {
             "loss": loss.item(),
             "eval/return": np.float64(sum(numbers)),
@@ -76,8 +77,8 @@ def train(args: Toy, each=lambda run: None) -> dict:
         }
         run.log(metrics, "loss|return", [{"iteration": iteration, "numbers": numbers}])
         if run.is_due(args.save_every) or run.stopped:
-            run.save({"actor": (Words("weights"), Words("vocabulary"))})
-    return run.finish(episodes=len(run.state["seen"]))
+            run.save({"actor": Words("weights", Words("vocabulary"))})
+    return run.finish(best_return=1.5)
 
 
 @pytest.fixture(autouse=True)
@@ -309,8 +310,8 @@ def test_what_a_run_leaves(toy, capsys):
     assert [row["iteration"] for row in samples] == [1, 2, 3, 4]
 
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "    0  eval/return 0"
-    assert said[1] == f"    1  loss {rows[1]['loss']:.4g}  eval/return {rows[1]['eval/return']:.4g}"
+    assert said[:2] == [str(folder), "    0  eval/return 0"]
+    assert said[2] == f"    1  loss {rows[1]['loss']:.4g}  eval/return {rows[1]['eval/return']:.4g}"
     assert json.loads(said[-1]) == summary == json.loads((folder / "summary.json").read_text())
     assert sorted(path.name for path in (folder / "actor").iterdir()) == [
         "README.md",
@@ -325,6 +326,7 @@ def test_the_summary_has_the_first_and_the_last_evaluation_and_the_costs(toy):
     rows = lines_of(folder_of(args) / "metrics.jsonl")
     costs = {"seconds", "cpu_seconds", "peak_memory_mb", "commit"}
     figures = {"warm_start_return": 0.0, "eval_return": rows[-1]["eval/return"], "episodes": 4}
+    figures |= {"best_return": 1.5}
     figures |= {"iteration": 4, "seed": 3}
     assert {name: summary[name] for name in set(summary) - costs} == figures
     assert summary["cpu_seconds"] > 0 and 0 < summary["seconds"] < 60
@@ -588,7 +590,7 @@ def test_why_something_was_not_saved(monkeypatch, capsys, toy, error, free, reas
         (run.folder / "actor.tmp" / "model").write_text("half")
         raise error
     assert not list(run.folder.rglob("*.tmp")) and (run.folder / "args.json").exists()
-    assert capsys.readouterr().out.startswith(f"not saved at iteration 0: {reason}")
+    assert re.search(f"^not saved at iteration 0: {reason}", capsys.readouterr().out, re.M)
     with pytest.raises(OSError, match=re.escape(f"not saved at iteration 0: {reason}")):
         run.finish()
     with run.writing("the checkpoint"):
@@ -601,6 +603,7 @@ def test_what_is_not_defined_is_a_dash_and_in_no_file(capsys, toy):
     run = runs.Run(toy(), "toy")
     run.start({})
     run.iteration = 12
+    capsys.readouterr()
     run.log({"critic/explained": math.nan, "critic/loss": 0.123456, "time/all": 1.0}, "explained|loss")
     assert capsys.readouterr().out == "   12  critic/explained -  critic/loss 0.1235\n"
     expected = {"iteration": 12, "critic/loss": 0.123456, "time/all": 1.0}
@@ -648,7 +651,7 @@ def test_a_world_without_a_checkpoint_is_told_how_to_make_a_model(flag):
         assert "sft.py" not in runs.why_not_loaded(source, OSError("offline"), given)
 
 
-def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path):
+def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path, capsys):
     """Weights that are missing would be drawn at random."""
     import safetensors.torch
     import transformers
@@ -657,8 +660,9 @@ def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path):
         make_checkpoint("twenty-questions-subset", tmp_path / "model"),
         SimpleNamespace(device="cpu"),
     )
-    model, tokenizer = runs.load(transformers.AutoModelForCausalLM, str(folder), args)
-    assert not model.training and model.dtype == torch.float32 and tokenizer.eos_token == "<|endoftext|>"
+    model = runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+    assert not model.training and model.dtype == torch.float32
+    assert model.tokenizer.eos_token == "<|endoftext|>" and capsys.readouterr().out == f"model: {folder}\n"
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights.pop("model.norm.weight")
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -154,7 +154,7 @@ def test_the_examples_are_true():
     shown = world.reset(options={"index": int(index)})[0].splitlines()[:2]
     shown += world.step(action)[0].splitlines()[-2:]
     assert all(f"    {line}\n" in apps.__doc__ for line in shown)
-    page = (Path(__file__).parents[2] / "docs/worlds.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/worlds/apps.md").read_text(encoding="utf-8")
     (index,) = re.findall(r"envs\.play apps --index (\d+)", page)
     assert play(world, int(index), apps.expert)["observations"][-1].strip() in page
 

@@ -660,7 +660,7 @@ NOT_HELD = {
 @pytest.mark.external
 @pytest.mark.parametrize(("code", "said"), [*HELD.items(), *NOT_HELD.items()])
 def test_what_the_docs_say_of_hostile_code_is_so(real_world, tmp_path, code, said):
-    """If the package learns to hold more than this, docs/worlds.md is to be mended."""
+    """If the package learns to hold more than this, docs/worlds/appworld.md is to be mended."""
     (tmp_path / "file").write_text("what is in the file")
     if real_world.over:
         real_world.reset(options={"index": 0})

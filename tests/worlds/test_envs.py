@@ -24,8 +24,10 @@ from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 import envs
 import envs.check
 import envs.play
+import envs.runs
 from envs.datasets import dialogue
 from envs.fuzz import HOSTILE
+from envs.worlds.mini_detective import MiniDetective
 
 ROOT = Path(__file__).parents[2]
 
@@ -245,15 +247,15 @@ def test_success_is_what_the_world_says(world):
     for name, player in world.players.items():
         for _ in range(2):
             index = rng.randrange(world.num_tasks)
-            (observation,), _ = worlds.reset(seeds=[5], indices=[index])
+            worlds.reset(seeds=[5], indices=[index])
             played = dialogue(world, player, random.Random(5), index, seed=5)
             again, rng_of_player = worlds.envs[0].players[name], random.Random(5)  # one may know its world
             while worlds.alive():
-                (observation,), _, _, _, (info,) = worlds.step([again(observation, rng_of_player)])
-            result, figures = info["result"], envs.summarise(worlds.dialogues)
-            assert worlds.dialogues[0]["success"] is played["success"] is result["success"]
-            assert (figures["return"], figures["length"]) == (result["return"], result["length"])
-            assert figures["success"] == result["success"] and figures["cut"] == 0
+                worlds.step({0: again(worlds.observations[0], rng_of_player)})
+            assert worlds.dialogues == [{key: played.get(key, False) for key in worlds.dialogues[0]}]
+            figures = envs.summarise(worlds.dialogues)
+            assert figures["return"] == pytest.approx(sum(played["rewards"])) and figures["cut"] == 0
+            assert (figures["length"], figures["success"]) == (len(played["actions"]), played["success"])
     worlds.close()
 
 
@@ -361,45 +363,67 @@ def test_lockstep_is_the_same_as_one_by_one():
     n, actions = 4, ["Is it an animal?", "Is it a dog?", "", "Is it a cat?"]
     worlds = envs.VecTextEnv("twenty-questions", n)
     singles = [envs.make("twenty-questions") for _ in range(n)]
-    observations, infos = worlds.reset(seeds=[0, 1, 2, None], indices=[None, None, None, 10])
+    assert worlds.reset(seeds=[0, 1, 2, None], indices=[None, None, None, 10]) is None
     expected = [single.reset(seed=seed) for single, seed in zip(singles[:3], [0, 1, 2], strict=True)]
     expected.append(singles[3].reset(options={"index": 10}))
-    assert (observations, infos) == ([o for o, _ in expected], [i for _, i in expected])
-    results = worlds.step(actions)
-    expected = [single.step(action) for single, action in zip(singles, actions, strict=True)]
-    assert results == tuple(map(list, zip(*expected, strict=True)))
-    assert len(worlds) == n and results[2][3]  # word 10 is the cat
+    assert worlds.observations == [observation for observation, _ in expected]
+    assert [d["answer"] for d in worlds.dialogues] == [info["answer"] for _, info in expected]
+    assert worlds.step(dict(enumerate(actions))) is None
+    steps = [single.step(action) for single, action in zip(singles, actions, strict=True)]
+    said, rewards, terminated, truncated, infos = map(list, zip(*steps, strict=True))
+    assert (worlds.observations, worlds.terminated, worlds.truncated) == (said, terminated, truncated)
+    for one, (began, _), text, reward, info in zip(
+        worlds.dialogues, expected, said, rewards, infos, strict=True
+    ):
+        assert (one["observations"], one["actions"], one["rewards"]) == (
+            [began, text],
+            [info["action"]],
+            [reward],
+        )
+    assert [d["terminated"] for d in worlds.dialogues] == terminated
+    assert len(worlds) == n and terminated[3]  # word 10 is the cat
 
 
-def test_lockstep_leaves_ended_worlds_and_none_alone():
+def test_lockstep_leaves_worlds_without_an_action_alone():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     worlds.reset(indices=[10, 11, 12])  # cat, dog, horse
-    first = worlds.step(["Is it a cat?", None, "Is it a cat?"])
-    assert first[0] == ["Questions:\nIs it a cat? Yes.\n", "Questions:\n", "Questions:\nIs it a cat? No.\n"]
-    assert first[1:4] == ([0.0, 0.0, -1.0], [True, False, False], [False] * 3)
-    assert first[4][1] == {} and first[4][0]["result"]["success"]
-    second = worlds.step(["Is it a horse?"] * 3)
-    assert second[0][0] == first[0][0] and second[1] == [0.0, -1.0, 0.0]
-    assert second[2] == [True, False, True] and second[4][0] == {}
-    assert first[0][1] == "Questions:\n"  # what a step returned is not changed by the next
-    observations, _ = worlds.reset()
-    assert observations == ["Questions:\n"] * 3 and worlds.step([None] * 3)[2] == [False] * 3
+    worlds.step({0: "Is it a cat?", 2: "Is it a cat?"})
+    first = ["Questions:\nIs it a cat? Yes.\n", "Questions:\n", "Questions:\nIs it a cat? No.\n"]
+    assert worlds.observations == first and worlds.alive() == [1, 2]
+    assert [d["rewards"] for d in worlds.dialogues] == [[0.0], [], [-1.0]]
+    assert [d["success"] for d in worlds.dialogues] == [True, False, False]
+    assert (worlds.terminated, worlds.truncated) == ([True, False, False], [False] * 3)
+    worlds.step(dict.fromkeys(worlds.alive(), "Is it a horse?"))
+    assert worlds.observations[0] == first[0] and worlds.alive() == [1]
+    assert [d["rewards"] for d in worlds.dialogues] == [[0.0], [-1.0], [-1.0, 0.0]]
+    assert worlds.dialogues[0]["actions"] == ["Is it a cat?"] and worlds.terminated == [True, False, True]
+    played = worlds.dialogues
+    worlds.reset()
+    worlds.step({})
+    assert worlds.observations == ["Questions:\n"] * 3 and worlds.alive() == [0, 1, 2]
+    assert played[0]["observations"][-1] == first[0], "what was played is not changed by a reset"
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_there_must_be_a_world(n):
+    with pytest.raises(ValueError, match=f"^{n} worlds of twenty-questions: there must be at least one$"):
+        envs.VecTextEnv("twenty-questions", n)
 
 
 def test_lockstep_names_the_world_that_fails():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     with pytest.raises(RuntimeError, match=r"^world 0 \(twenty-questions\), step: .*reset"):
-        worlds.step(["?"] * 3)
+        worlds.step({0: "?"})
     worlds.reset()
     with pytest.raises(
         RuntimeError, match=r"^world 1 \(twenty-questions\), step: an action is a str, not int"
     ) as error:
-        worlds.step(["?", 3, "?"])
+        worlds.step({0: "?", 1: 3})
     assert isinstance(error.value.__cause__, TypeError)
     with pytest.raises(RuntimeError, match=r"^world 2 \(twenty-questions\), reset: index: 999"):
         worlds.reset(indices=[0, 1, 999])
-    with pytest.raises(ValueError, match="actions: 2 for 3 worlds"):
-        worlds.step(["?", "?"])
+    with pytest.raises(ValueError, match="indices: 2 for 3 worlds"):
+        worlds.reset(indices=[0, 1])
 
 
 def said(*actions: str, **more) -> dict:
@@ -423,7 +447,7 @@ def test_a_dialogue_can_be_cut_from_outside():
     worlds = envs.VecTextEnv("twenty-questions", 3)
     worlds.reset(indices=[10, 11, 12])  # cat, dog, horse
     worlds.cut(1)
-    worlds.step(["Is it a cat?", "Is it a dog?", "Is it invalid?"])
+    worlds.step({0: "Is it a cat?", 2: "Is it invalid?"})
     worlds.cut(0)  # has ended by itself
     assert worlds.alive() == [2] and worlds.truncated == [False, True, False]
     assert [d["cut"] for d in worlds.dialogues] == [False, True, False]
@@ -471,36 +495,48 @@ def test_an_option_of_the_wrong_kind_is_said_in_one_line():
 # ------------------------------------------------------------------------------------------- play
 
 
-def test_a_person_can_play_and_win():
-    result = run(
-        "-m", "envs.play", "twenty-questions", "--index", "11", stdin="Is it an animal?\n\nIs it a dog?\n"
-    )
-    assert result.returncode == 0 and result.stderr == ""
-    rules, dialogue = result.stdout.split("\n\n")
+@pytest.fixture
+def play_it(monkeypatch, capsys):
+    """Calls envs.play in this process: exit code, output, errors."""
+
+    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["envs.play", *args])
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = envs.play.main()
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_person_can_play_and_win(play_it):
+    asked = "Is it an animal?\n\nIs it a dog?\n"
+    code, out, err = play_it("twenty-questions", "--index", "11", stdin=asked)
+    assert (code, err) == (0, "")
+    rules, dialogue = out.split("\n\n")
     assert dialogue == "Questions:\n> Yes.\n> Invalid Question.\n> Yes.\nSolved.\n3 turns, return -2\n"
     rules = " ".join(rules.split())
     assert rules.startswith("A thing is hidden.") and "You have 20 turns. For example: Is it " in rules
 
 
-def test_a_person_can_type_a_loop():
-    result = run("-m", "envs.play", "apps", "--index", "0", stdin="for i in range(2):\n    print(i + 41)\n\n")
-    assert result.returncode == 0 and "41\n42\n" in result.stdout and "Error" not in result.stdout
+def test_a_person_can_type_a_loop(play_it):
+    code, out, _ = play_it("apps", "--index", "0", stdin="for i in range(2):\n    print(i + 41)\n\n")
+    assert code == 0 and "41\n42\n" in out and "Error" not in out
 
 
-def test_a_person_can_leave_and_lose():
-    left = run(
-        "-m", "envs.play", "twenty-questions", "--index", "11", "--show-answer", stdin="Is it a cat?\n"
-    )
+def test_a_person_can_leave_and_lose(play_it):
+    """In a process of its own, too."""
+    words = ["twenty-questions", "--index", "11", "--show-answer"]
+    left = run("-m", "envs.play", *words, stdin="Is it a cat?\n")
     assert left.returncode == 0 and left.stderr == ""
     assert left.stdout.endswith("\n\n(hidden: dog)\nQuestions:\n> No.\n> \nGoodbye. It was: dog\n")
-    lost = run("-m", "envs.play", "twenty-questions", "--seed", "1", stdin="x\n" * 20)
-    assert lost.stdout.endswith("Not solved. It was: desk\n20 turns, return -20\n")
+    _, lost, _ = play_it("twenty-questions", "--seed", "1", stdin="x\n" * 20)
+    assert lost.endswith("Not solved. It was: desk\n20 turns, return -20\n")
 
 
-def test_a_person_can_choose_the_worlds_options():
+def test_a_person_can_choose_the_worlds_options(play_it):
     """By the authors' rule a question of which the last word is right is right."""
-    options = ["envs.play", "twenty-questions", "--index", "11", "--world", "matching=paper"]
-    assert "Solved." in run("-m", *options, stdin="Is it a cat or a dog?\n").stdout
+    words = ["twenty-questions", "--index", "11", "--world", "matching=paper"]
+    assert "Solved." in play_it(*words, stdin="Is it a cat or a dog?\n")[1]
 
 
 @pytest.mark.parametrize(
@@ -513,9 +549,9 @@ def test_a_person_can_choose_the_worlds_options():
         ["twenty-questions", "--world", "orcale=x"],
     ],
 )
-def test_play_refuses_nonsense_in_one_line(args):
-    result = run("-m", "envs.play", *args)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+def test_play_refuses_nonsense_in_one_line(args, play_it):
+    code, _, err = play_it(*args)
+    assert code == 2 and len(err.splitlines()) == 1
 
 
 # ------------------------------------------------------------------------------- an agent plays
@@ -558,31 +594,20 @@ def test_an_agents_prompt_is_made_of_pieces(agent):
     player.append_only = False
     assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
     player.append_only, player.tokenizer.chat_template = True, TEMPLATE
-    player.before, player.between, player.behind = envs.play.chat_pieces(player.tokenizer)
+    envs.runs.chat_pieces.cache_clear()
+    player.before, player.between, player.behind = envs.runs.chat_pieces(player.tokenizer)
     whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
     asked = "<|user|>Hall.\n</s><|assistant|>go north</s>"
     assert whole == asked + "<|user|> Study.\n</s><|assistant|>"
 
 
-@pytest.fixture
-def play_it(monkeypatch, capsys):
-    """Calls envs.play in this process, where torch is imported once: exit code, output, errors."""
-
-    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["envs.play", *args])
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        code = envs.play.main()
-        return code, *capsys.readouterr()
-
-    return call
-
-
-def test_an_agent_plays_a_world(agent, play_it):
+def test_an_agent_plays_a_world(agent, play_it, monkeypatch):
     """The folder of a run and that of its model are the same agent; a seed repeats what it draws."""
+    monkeypatch.setattr(MiniDetective, "max_turns", 8)
     command = ["mini-detective", "--index", "3", "--seed", "1", "--agent"]
     code, first, errors = play_it(*command, str(agent))
     assert code == 0 and errors == "" and play_it(*command, str(agent / "actor")) == (code, first, errors)
-    assert first.count("\n> ") == 60 and first.endswith("60 turns, return 0\n")
+    assert first.count("\n> ") == 8 and first.endswith("8 turns, return 0\n")
     assert play_it(*command, str(agent), "--greedy")[1] not in ("", first)
 
 

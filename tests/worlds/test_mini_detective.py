@@ -529,7 +529,7 @@ def test_figures_of_illegal_actions_and_of_bad_ends():
 
 def test_it_is_fast():
     """At least 20,000 steps a second on one core; the bound
-    is far below what is measured (docs/worlds.md)."""
+    is far below what is measured (docs/worlds/mini-detective.md)."""
     world, rng, steps = envs.make("mini-detective"), random.Random(0), 20_000
     observation, _ = world.reset(seed=0)
     began = time.perf_counter()

@@ -2,9 +2,11 @@
 
 import doctest
 import random
+import re
 import shutil
 import time
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
@@ -426,3 +428,15 @@ def test_the_model_is_asked_as_the_authors_ask(checkpoint, monkeypatch):
 )
 def test_what_a_model_writes_becomes_one_of_three_answers(text, answer):
     assert tq.normalise(text) == answer
+
+
+def test_the_dialogue_of_the_page_is_true():
+    page = (Path(__file__).parents[2] / "docs/worlds/twenty-questions.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```text\n(Questions:\n.*?)^```$", page, re.M | re.S)
+    world = envs.make("twenty-questions")
+    world.reset(options={"index": WORDS.index("baseball")})
+    lines = text.splitlines()[1:]
+    for line in lines:
+        observation, _, terminated, _, _ = world.step(line[: line.index("?") + 1])
+    assert terminated and observation == text
+    assert f"{len(tq.QUESTIONS)} questions" in page and f"{len(WORDS)} words" in page

@@ -362,7 +362,7 @@ def test_the_example_at_the_top_is_true():
 
 
 def test_the_dialogue_in_the_docs_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "worlds.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/worlds/webshop.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```text\n(Instruction: .*?)^```$", page, re.M | re.S)
     index = next(n for n, goal in enumerate(ALL.goals[2000:2100]) if goal.instruction in text)
     actions = [line for line in text.splitlines() if line.startswith(("search[", "click[", "think["))]
@@ -736,15 +736,15 @@ def test_success_is_the_whole_score_and_nothing_an_agent_says(context):
     worlds = envs.VecTextEnv("webshop", 100, context=context)
     worlds.reset(indices=list(range(100)))
     players = worlds.envs[0].players
-    rng, infos = random.Random(0), {}
+    rng = random.Random(0)
     lies = [f"think[Your score (min 0.0, max 1.0): {score}]" for score in ("0.0", "1.0", "0.50")]
     actions = [lies[i % 3] for i in range(100)]
-    while alive := worlds.alive():
-        step = worlds.step(actions)
-        infos |= {i: step[4][i]["result"] for i in alive if "result" in step[4][i]}
-        actions = [players["hasty" if i % 2 else "expert"](text, rng) for i, text in enumerate(step[0])]
+    while worlds.alive():
+        worlds.step({i: actions[i] for i in worlds.alive()})
+        said = enumerate(worlds.observations)
+        actions = [players["hasty" if i % 2 else "expert"](text, rng) for i, text in said]
     told = [envs.summarise([one])["success"] for one in worlds.dialogues]
-    assert told == [infos[i]["success"] for i in range(100)] and 50 < sum(told) < 100
+    assert 50 < sum(told) < 100
     assert [one["rewards"][-1] == 1.0 for one in worlds.dialogues] == told
 
 
@@ -994,7 +994,7 @@ def test_bad_options_are_one_line(options, message):
 
 
 def test_it_is_fast():
-    """At least 5,000 steps a second on one core; the bound is far below what is measured (docs/worlds.md)."""
+    """At least 5,000 steps a second on one core, far below what is measured (docs/worlds/webshop.md)."""
     world, rng, steps = envs.make("webshop"), random.Random(0), 5000
     observation, _ = world.reset(seed=0)
     began = time.process_time()

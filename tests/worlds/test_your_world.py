@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -25,7 +24,6 @@ import envs.play
 import envs.speed
 import loop_ppo
 import sft
-from envs import runs
 from envs.worlds.twenty_questions import TwentyQuestions
 
 ROOT = Path(__file__).parents[2]
@@ -258,7 +256,7 @@ def test_what_is_wrong_with_a_world_is_one_line(id):
     with pytest.raises((ValueError, envs.Unavailable), match=f"^{WRONG[id]}") as error:
         worlds = envs.VecTextEnv(id, 2)
         worlds.reset()
-        worlds.step(["1", "1"])
+        worlds.step({0: "1", 1: "1"})
     assert "\n" not in str(error.value)
 
 
@@ -267,7 +265,7 @@ def test_an_error_of_the_world_itself_keeps_its_traceback(monkeypatch):
     worlds = envs.VecTextEnv(f"{HERE}:Bare", 1)
     worlds.reset()
     with pytest.raises(RuntimeError, match=r"^world 0 .*step: 'missing'") as error:
-        worlds.step(["1"])
+        worlds.step({0: "1"})
     assert isinstance(error.value.__cause__, KeyError)
 
 
@@ -661,9 +659,3 @@ def test_a_file_that_was_left_behind_is_named(monkeypatch):
         envs.Unavailable, match=r"^webshop: .*envs\.worlds\.webshop.*, neither installed nor in /"
     ):
         envs.make("webshop")
-
-
-def test_a_run_has_a_name_that_any_disk_takes(tmp_path):
-    args = SimpleNamespace(runs=str(tmp_path), env="some_package/a:World-v0", seed=1, name="", resume="")
-    name = runs.folder(args, "archer").name
-    assert name.startswith("some_package-a-World-v0__archer__1__")

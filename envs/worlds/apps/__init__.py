@@ -25,8 +25,12 @@ It is made in the likeness of AppWorld (Trivedi et al. 2024, arXiv:2407.18901), 
 
 The code runs in a process of its own (sandbox.py). Database and tests are in this one, so that the code
 can do nothing to them but call. Apps, calls and words stand in apps.toml, tasks and their solutions in
-tasks.py. These files, sandbox_child.py, datasets.py and __init__.py are all there is to it; they need
-gymnasium and nothing else.
+tasks.py.
+
+To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/apps/__init__.py,
+envs/worlds/apps/apps.toml, envs/worlds/apps/tasks.py, envs/worlds/apps/sandbox.py and
+envs/worlds/apps/sandbox_child.py, each to the same place, and for `sandbox="monty"`
+envs/worlds/apps/sandbox_monty.py. It needs gymnasium and nothing else.
 """
 
 import ast

@@ -25,7 +25,12 @@ arXiv:2502.01600). envs/worlds/apps is a small world in its likeness that needs 
   D3  Turns and output are cut by characters; about four make a token.
 
 The code runs in the server, beside tests and answers. The package keeps it from accidents, not from anything
-that it is meant to do: docs/worlds.md says what it can reach.
+that it is meant to do: docs/worlds/appworld.md says what it can reach.
+
+To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/apps/appworld.py and, for what it
+shares with the world apps, envs/worlds/apps/__init__.py, envs/worlds/apps/apps.toml,
+envs/worlds/apps/tasks.py and envs/worlds/apps/sandbox.py, each to the same place. It needs gymnasium and the
+package appworld.
 """
 
 import http.client

@@ -22,7 +22,8 @@ with it.
     the end      success (100) and failure terminate, `step_limit` truncates
     actions      any text; info["valid"] has those that do something here, 100 to several thousand
 
-This file is all there is to it; it needs gymnasium, scienceworld, and a Java.
+To take it alone, copy envs/__init__.py, envs/datasets.py and envs/worlds/scienceworld/__init__.py, each to
+the same place. It needs gymnasium, scienceworld, and a Java.
 """
 
 import logging
