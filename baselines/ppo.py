@@ -1,21 +1,25 @@
 """PPO on tokens: the on-policy method that ArCHer is compared with, in one file.
 
     python -m baselines.ppo --env twenty-questions-subset
-    python -m baselines.ppo --actor FOLDER --lr 6e-6 --value-lr 6e-6
+    python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 10 --actor-lr 6e-6 --actor FOLDER
+    python -m baselines.ppo --resume runs/...
 
-Every token is an action, also the one that ends a turn. What the world pays stands at the last token of a
-turn; what the world says is no action. A value network says what is to be expected before each token. What came
-of it above that, smoothed over the tokens that follow, is the token's advantage. Dialogues are then dropped.
+Every token is an action, also the one that ends a turn. What the world pays for a turn stands at the turn's
+last token; what the world says is no action. The critic is a value network: it says what is to be expected
+before each token. What came of a token beyond that is its advantage. After a few passes the dialogues are
+dropped.
 
-Paper: Schulman et al. 2017, arXiv:1707.06347; as a baseline Zhou et al. 2024, arXiv:2402.19446
-  E1  A_t = sum_l (gamma lambda)^l delta_t+l,  delta_t = r_t + gamma V_t+1 - V_t    Eq. 11, 12   gae
-  E2  min(w A, clip(w, 1 - eps, 1 + eps) A),  w = pi / pi_old                       Eq. 7        clipped_loss
-  E3  (V - (A + V_old))^2                                                           Eq. 9        update
-Differs from sec. 5.2 and Table 3 there; in brackets what undoes it:
-  D1  Discounting is by the turn, as ArCHer's: gamma counts once, at the last token of a turn.
-  D2  Rates, batches and epochs are tuned for a tiny model. Table 3 has 2,048 dialogues in an iteration, 10
-      or 20 epochs, and a rate of 6e-6 for Twenty Questions.
-  D3  The advantages of a minibatch are normalised (--no-normalise); the paper does not say.
+Paper: Schulman et al. 2017, arXiv:1707.06347; as a baseline Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
+  E1  A_t = delta_t + gamma lambda A_t+1,  delta_t = r_t + gamma V_t+1 - V_t    Eq. 11, 12   gae
+  E2  min(w A, clip(w, 1 - eps, 1 + eps) A),  w = pi / pi_old                   Eq. 7        clipped_loss
+  E3  (V - R)^2,  R = A + V_old                                                 Eq. 9        update
+Differs from the second paper, or from the code that it used (LMRL-Gym's); in brackets what undoes it:
+  D1  gamma counts once a turn, at its last token, as in archer.py; there it counts at every token.
+  D2  Rates, batches and epochs are tuned for a tiny model; Table 3 has others (second command).
+  D3  The value network is a model of its own; there it is a head on the actor, and its steps are clipped.
+  D4  It starts at the mean discounted return of the first dialogues instead of zero.
+  D5  No KL penalty (--kl 0.05: archer.py's); there 0.001 log pi / pi_start is taken off the rewards.
+  D6  Both learning rates fall linearly towards zero (--no-anneal-lr).
 """
 
 import copy
@@ -53,22 +57,22 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
 
     # --- data
-    rollouts: int = 128  # dialogues played in an iteration (paper: 2,048 or 1,024; D2)
+    rollouts: int = 128  # dialogues played in an iteration (paper: 2,048; Guess My City 1,024; D2)
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
-    lr: float = 3e-4  # of the actor (paper: 6e-6 or 6e-4; D2)
-    value_lr: float = 3e-4  # of the value network
-    anneal_lr: bool = True  # both fall to zero over the iterations
-    epochs: int = 4  # passes over the dialogues of an iteration (paper: 10, 20 or 4)
-    minibatch: int = 32  # dialogues in a step (paper: a batch of 1,024; D2)
+    actor_lr: float = 3e-4  # paper: 6e-6; Guess My City 6e-4 (D2)
+    critic_lr: float = 3e-4  # of the value network
+    anneal_lr: bool = True  # both learning rates fall towards zero (D6)
+    epochs: int = 4  # passes over the dialogues of an iteration (paper: 10 on the subset, 20, 4; D2)
+    minibatch: int = 32  # dialogues in a step (paper: 1,024; D2)
     gamma: float = 0.95  # discount per turn (D1; paper: 0.95)
     gae_lambda: float = 0.95  # of E1, per token (paper: 0.95)
     clip: float = 0.2  # eps of E2 (paper: 0.2)
-    normalise: bool = True  # advantages of a minibatch to mean 0 and deviation 1 (D3)
-    kl: float = 0.0  # penalty per nat of KL from the initial actor, as archer.py's; 0: none
-    max_grad_norm: float = 1.0  # gradients of actor and value network are each clipped to this norm
+    normalise: bool = True  # an iteration's advantages to mean 0 and deviation 1, as LMRL-Gym's
+    kl: float = 0.0  # penalty per nat of KL from the initial actor, in units of the advantages (D5); 0: none
+    max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
     eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
@@ -77,7 +81,8 @@ class Args:
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
-# Here it has its tokens, too: "ids", a list for each action; for each token "logps", "advantages", "returns".
+# Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
+# "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -133,19 +138,14 @@ def pad(rows, value=0):
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
-def flat(dialogues, key):
-    """What dialogues have under a key for each action, in one list [N]."""
-    return [item for dialogue in dialogues for item in dialogue[key]]
-
-
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
 # B rows, T columns, C columns that can be seen, S states of a row.
 def gae(rewards, discounts, values, gae_lambda):
-    """E1 of each token of one dialogue, from its rewards, discounts and values; behind the last token V is 0.
+    """E1: advantages of tokens, one dialogue behind the other; the discount of a dialogue's last token is 0.
 
-    >>> gae([0.0, 1.0], [1.0, 0.5], [0.5, 0.25], 1.0)
-    [0.5, 0.75]
+    >>> gae([0.0, 1.0, 2.0], [0.5, 0.0, 0.0], [0.5, 0.25, 0.0], 1.0)
+    [0.0, 0.75, 2.0]
     """
     advantages = []
     advantage = 0.0
@@ -158,8 +158,20 @@ def gae(rewards, discounts, values, gae_lambda):
     return advantages[::-1]
 
 
+def mc_returns(rewards, gamma):
+    """Discounted return from every turn to the end of the dialogue.
+
+    >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
+    [-1.5, -1.0, 0.0]
+    """
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * returns[-1])
+    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+
+
 def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
-    """E2: minus the mean over tokens of the clipped surrogate, and the share of tokens that are clipped."""
+    """E2: minus the mean over tokens of the clipped gain, and the share of tokens that have no gradient."""
     ratio_M = (logp_M - old_logp_M).exp()
     bounded_M = ratio_M.clamp(1 - clip, 1 + clip)
     gain_M = torch.minimum(ratio_M * advantage_M, bounded_M * advantage_M)  # E2
@@ -192,7 +204,7 @@ def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
 
 
 def read_tokens(body, tokenizer, dialogues, dtype):
-    """For all M tokens of the actions: hidden states before them [M, H], and their ids [M]."""
+    """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
     rows, spans, _ = lay_out(dialogues, tokenizer)
     row_M = []
     column_M = []
@@ -205,8 +217,8 @@ def read_tokens(body, tokenizer, dialogues, dtype):
     return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
 
 
-def score(actor, dialogues, temperature, dtype):
-    """For all M tokens: log-probs of the whole vocabulary [M, V], and of the token [M]."""
+def score_actions(actor, dialogues, temperature, dtype):
+    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
     logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
@@ -215,14 +227,14 @@ def score(actor, dialogues, temperature, dtype):
 
 
 class ValueNetwork(nn.Module):
-    """What is to be expected before each token of the actions: a decoder of its own with one head."""
+    """What is to be expected before each token of the actions: a decoder of its own (D3) with one head."""
 
-    def __init__(self, body, dtype):
+    def __init__(self, body, value, dtype):
         super().__init__()
         width = body.config.hidden_size
         self.body = body
         self.dtype = dtype
-        self.head = mlp(width, width, 0.0)
+        self.head = mlp(width, width, value)
 
     def forward(self, dialogues):
         """V [M]."""
@@ -305,9 +317,10 @@ def generate(actor, rows, starts, args, generator, greedy=False):
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, with "ids" as sampled.
+    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    Its "ids" are the tokens of its actions, as they were sampled.
     """
     seeds = range(len(worlds))
     if rng:
@@ -316,24 +329,25 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     for dialogue in worlds.dialogues:
         dialogue["ids"] = []
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > context - args.max_action_tokens:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, _ = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         for i, ids in zip(rows, utterances, strict=True):
             worlds.dialogues[i]["ids"].append(ids)
-    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
+        nll += [-logp for logp in logps]
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 
 # ---------------------------------------------------------- 6. updates
@@ -349,51 +363,68 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 
 @torch.no_grad()
-def judge(dialogue, actor, value_network, args):
-    """The dialogue with the log-prob, the advantage and the target of V of each token."""
-    _, logp_M = score(actor, [dialogue], args.temperature, args.dtype)
-    value_M = value_network([dialogue])
+def judge(dialogues, actor, critic, args):
+    """The dialogues with what `update` wants to know of their tokens, by actor and critic as they are now.
+
+    The second result is the share of the returns' variance that the critic has foreseen.
+    """
+    logps = []
+    values = []
+    for first in range(0, len(dialogues), args.minibatch):
+        part = dialogues[first : first + args.minibatch]
+        _, logp_M = score_actions(actor, part, args.temperature, args.dtype)
+        logps += logp_M.tolist()
+        values += critic(part).tolist()
     rewards = []
     discounts = []
-    for reward, ids in zip(dialogue["rewards"], dialogue["ids"], strict=True):
-        rewards += [0.0] * (len(ids) - 1) + [reward]
-        discounts += [1.0] * (len(ids) - 1) + [args.gamma]  # D1
-    advantages = gae(rewards, discounts, value_M.tolist(), args.gae_lambda)
-    returns = torch.tensor(advantages) + value_M.cpu()
-    return dialogue | {"logps": logp_M.tolist(), "advantages": advantages, "returns": returns.tolist()}
+    ends = []
+    for dialogue in dialogues:
+        for reward, ids in zip(dialogue["rewards"], dialogue["ids"], strict=True):
+            within = len(ids) - 1
+            rewards += [0.0] * within + [reward]
+            discounts += [1.0] * within + [args.gamma]  # D1
+        discounts[-1] = 0.0  # behind an end nothing follows; truncation counts as one
+        ends.append(len(rewards))
 
-
-def update(actor, ref_model, value_network, optimizer, value_optimizer, dialogues, args):
-    """One step on E2 and one on E3 with a minibatch of judged dialogues."""
-    logp_MV, logp_M = score(actor, dialogues, args.temperature, args.dtype)
-    old_logp_M = logp_M.new_tensor(flat(dialogues, "logps"))
-    advantage_M = logp_M.new_tensor(flat(dialogues, "advantages"))
+    advantages = np.array(gae(rewards, discounts, values, args.gae_lambda))
+    returns = advantages + values
+    explained = 1 - advantages.var() / returns.var()
     if args.normalise:
-        advantage_M = (advantage_M - advantage_M.mean()) / (advantage_M.std() + 1e-6)  # D3
-    policy_loss, clipped = clipped_loss(logp_M, old_logp_M, advantage_M, args.clip)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
+    judged_3M = np.stack([logps, advantages, returns])
+    parts = np.split(judged_3M, ends[:-1], axis=1)
+    pairs = zip(dialogues, parts, strict=True)
+    return [dialogue | {"judged": part} for dialogue, part in pairs], explained
+
+
+def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, args):
+    """One step of the actor on E2 and one of the critic on E3, with a minibatch of judged dialogues."""
+    logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
+    judged_3M = np.concatenate([dialogue["judged"] for dialogue in dialogues], axis=1)
+    old_logp_M, advantage_M, return_M = logp_M.new_tensor(judged_3M)
+    policy_loss, clipped = clipped_loss(logp_M, old_logp_M, advantage_M, args.clip)  # E2
     loss = policy_loss
-    kl = logp_M.new_zeros(())
+    kl = logp_M.new_tensor(torch.nan)  # not known
     if args.kl:
         with torch.no_grad():
-            ref_logp_MV, _ = score(ref_model, dialogues, args.temperature, args.dtype)
-        kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)
+            ref_logp_MV, _ = score_actions(ref_model, dialogues, args.temperature, args.dtype)
+        kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)  # D5
         kl = kl_M.mean()
         loss = loss + args.kl * kl
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
 
-    value_M = value_network(dialogues)
-    return_M = value_M.new_tensor(flat(dialogues, "returns"))
-    value_loss = nn.functional.mse_loss(value_M, return_M)  # E3
-    descend(value_loss, value_optimizer, value_network.parameters(), args.max_grad_norm, "value network")
+    value_M = critic(dialogues)
+    v_loss = nn.functional.mse_loss(value_M, return_M)  # E3
+    descend(v_loss, critic_optimizer, critic.parameters(), args.max_grad_norm, "critic")
     entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
     return {
-        "update/loss": policy_loss.item(),
-        "update/value_loss": value_loss.item(),
-        "update/clipped": clipped.item(),
-        "update/ratio": (logp_M - old_logp_M).exp().max().item(),
-        "update/kl": kl.item(),
-        "update/entropy": entropy_M.mean().item(),
-        "update/grad_norm": norm,
+        "actor/loss": policy_loss.item(),
+        "actor/clipped": clipped.item(),
+        "actor/ratio": (logp_M - old_logp_M).exp().max().item(),
+        "actor/kl_per_token": kl.item(),
+        "actor/entropy_per_token": entropy_M.mean().item(),
+        "actor/grad_norm": norm,
+        "critic/v_loss": v_loss.item(),
     }
 
 
@@ -413,7 +444,7 @@ def play_tasks(actor, args, greedy):
         tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)
-    dialogues = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
     worlds.close()
     return dialogues
 
@@ -426,7 +457,7 @@ def evaluate(actor, args):
 
 
 # ---------------------------------------------------------- 8. training
-def main(args: Args):
+def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts and updates; returns what it writes to summary.json."""
     run = runs.Run(args, "ppo")
     rng = run.rng
@@ -438,15 +469,18 @@ def main(args: Args):
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
     ref_model = copy.deepcopy(actor).requires_grad_(False)
-    body = copy.deepcopy(actor.base_model)
+    body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer
-    value_network = ValueNetwork(body, args.dtype).to(args.device)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, weight_decay=0.0)
-    value_optimizer = torch.optim.AdamW(value_network.parameters(), lr=args.value_lr, weight_decay=0.0)
+    played, nll = rollout(actor, worlds, args, generator, rng)
+    returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in played]
+    value = float(np.mean(returns))  # D4
+    critic = ValueNetwork(body, value, args.dtype).to(args.device)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
     # --- a new run, or one that goes on
     modules = {"actor": actor, "optimizer": optimizer}
-    modules |= {"value_network": value_network, "value_optimizer": value_optimizer}
+    modules |= {"critic": critic, "critic_optimizer": critic_optimizer}
     run.start(modules, episodes=0)
     if not args.resume:
         run.log(evaluate(actor, args), "return")
@@ -454,34 +488,36 @@ def main(args: Args):
     for iteration in run.iterations(args.iterations):
         began = time.time()
         logs = []
-        # 1. dialogues of the current actor, and what was good in them
-        played = rollout(actor, worlds, args, generator, rng)
+        # 1. dialogues of the current actor, and what each token of them was worth
+        if iteration > 1:  # the first ones are played already
+            played, nll = rollout(actor, worlds, args, generator, rng)
         run.state["episodes"] += len(played)
-        judged = [judge(dialogue, actor, value_network, args) for dialogue in played]
+        judged, explained = judge(played, actor, critic, args)
 
-        # 2. some epochs of steps with them
+        # 2. some passes over them
         share = 1.0
         if args.anneal_lr:
-            share = 1 - (iteration - 1) / args.iterations
-        optimizer.param_groups[0]["lr"] = args.lr * share
-        value_optimizer.param_groups[0]["lr"] = args.value_lr * share
+            share = 1 - (iteration - 1) / args.iterations  # D6
+        optimizer.param_groups[0]["lr"] = args.actor_lr * share
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr * share
         for _ in range(args.epochs):
             order = rng.permutation(len(judged))
             for first in range(0, len(order), args.minibatch):
                 batch = [judged[i] for i in order[first : first + args.minibatch]]
-                log = update(actor, ref_model, value_network, optimizer, value_optimizer, batch, args)
+                log = update(actor, ref_model, critic, optimizer, critic_optimizer, batch, args)
                 logs.append(log)
 
         # 3. metrics, evaluation, checkpoint
         metrics = envs.summarise(played, "rollout/{}")
-        metrics["rollout/nll"] = -float(np.mean(flat(judged, "logps")))
+        metrics["rollout/nll"] = float(np.mean(nll))
+        metrics["critic/explained_variance"] = explained
         metrics |= runs.means(logs)
         is_due = run.is_due(args.eval_every)
         if is_due:
             metrics |= evaluate(actor, args)
-        metrics["time/iteration_seconds"] = time.time() - began
-        samples = [{"iteration": iteration} | dialogue for dialogue in judged[:4]]
-        run.log(metrics, "return|value_loss|clipped|entropy", samples)
+        metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
+        samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
+        run.log(metrics, "return|repeated|explained|clipped", samples)
         if is_due or run.stopped:
             run.save({"actor": actor})
     return run.finish()
