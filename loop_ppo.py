@@ -14,7 +14,7 @@ Paper: Chen et al. 2025, arXiv:2502.01600
   E4  w = product of E3 over a turn                                 sec. 4.2   ratios, --level turn
   E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
-  E7  KL(pi || pi_start) ~ exp(d) - d - 1,  d = log pi_start/pi     GRPO       kl_penalty, --kl
+  E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
 Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama that learned from flawed solutions (--model), in the place of a 32B model that can code.
   D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
@@ -26,25 +26,19 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 """
 
-import json
-import re
-import shutil
 import time
-from collections import ChainMap, Counter, defaultdict
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.tensorboard import SummaryWriter
 
 import envs
 from envs import runs
@@ -105,24 +99,33 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-@dataclass(eq=False)  # equal to itself only: a rollout can be the key of a dict
+@dataclass(eq=False)  # equal to itself only, however alike two rollouts of a task are
 class Trajectory:
     """A rollout: what the model read and wrote, token for token, and what the world made of it."""
 
     task: int  # its number in the split
-    answer: str = ""  # the world's name for it
+    seed: int = 0  # of the world
+    world: object = None  # which it has to itself while it is played
+    answer: str = ""  # the world's name for the task
     text: str = ""  # all that the world shows
     ids: list[int] = field(default_factory=list)  # prompt, turn, reply, turn ...; never tokenised again
     logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
     turns: list[range] = field(default_factory=list)  # where in the ids the sampled tokens of each turn stand
     said: list[tuple[str, str]] = field(default_factory=list)  # action, as the world took it, and its reply
-    rewards: list[float] = field(default_factory=list)  # of each turn
+    turn_records: list[dict] = field(default_factory=list)  # of each turn, for rollouts.jsonl
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
     fate: str = "playing"  # then "ended", or "dropped" (a straggler), "broken" (its world): not learned from
-    first: int = 0  # where in the ids the present turn begins
-    step: Future | None = None  # of the world: what it says next, while it is at work
+
+    # --- while it is played
+    turn_start: int = 0  # where in the ids the present turn begins
+    pending: Future | None = None  # what the world will say, while it is at work
+
+    # --- while it is learned from; log-probs are of the sampled tokens [M]
+    advantage: float | None = None  # E1 or E6; the same for all its tokens
+    old_logp_M: torch.Tensor | None = None  # by the model as it was before the first step
+    ref_logp_M: torch.Tensor | None = None  # by the model of the start (E7)
 
 
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -131,231 +134,330 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    if not to_prompt.startswith(tokenizer.eos_token):
-        raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
-    return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    """Rows of numbers as one tensor [B, T], filled up on the right. A row may be empty."""
+    T = max(map(len, rows))
+    return torch.tensor([row + [0] * (T - len(row)) for row in rows])
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: B rows of a batch, T tokens of a row, M sampled tokens of a rollout, N of a batch, C
-# of a chunk, K rollouts of a task, Q tokens read in a pass, V vocabulary, H hidden, D of an attention head.
-def leave_one_out(return_K: torch.Tensor) -> torch.Tensor:
+# Suffixes name the axes: B rows of a batch, R rows that a pass reads, T tokens of a row, Q those that a pass
+# reads, M sampled tokens of a rollout, N of a batch, C of a chunk, K rollouts of a task, P tasks,
+# V vocabulary, H hidden, D of an attention head.
+def leave_one_out(return_K) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
     K = len(return_K)
     return (return_K - return_K.mean()) * K / (K - 1)  # E1
 
 
-def normalised(return_K: torch.Tensor) -> torch.Tensor:
+def normalised(return_K) -> torch.Tensor:
     """E6: returns minus their mean, over their standard deviation [K]; 0 where all are the same."""
     return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
 
 
-def ratios(logp_M: torch.Tensor, old_logp_M: torch.Tensor, lengths: list[int], level: str) -> torch.Tensor:
+def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
     """w of each sampled token [M]: the token's own, its turn's or the rollout's; `lengths` are the turns'."""
     log_w_M = logp_M - old_logp_M  # E3
     if level == "turn":
-        log_w_M = torch.cat([turn.sum().expand(len(turn)) for turn in log_w_M.split(lengths)])  # E4
+        turns = log_w_M.split(lengths)
+        sums = [turn.sum().expand_as(turn) for turn in turns]  # E4
+        log_w_M = torch.cat(sums)
     if level == "trajectory":
-        log_w_M = log_w_M.sum().expand(len(log_w_M))  # E5
+        log_w_M = log_w_M.sum().expand_as(log_w_M)  # E5
     return log_w_M.clamp(max=80).exp()  # beyond 88 it would be infinite, and its clipped gradient 0 * inf
 
 
-def surrogate(w_M, advantage_M, clip: float, lower_bound: str = "minus") -> torch.Tensor:
+def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
     """E2: min(w A, g(A)) [M]. g(A) is w A at the bound of w: (1+eps) A where A > 0, (1-eps) A where A < 0.
 
     >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
     [1.25, -2.0, 0.5, -0.75]
     """
-    lowest = 1 - clip if lower_bound == "minus" else 1 / (1 + clip)
-    bound_M = torch.where(advantage_M > 0, (1 + clip) * advantage_M, lowest * advantage_M)  # E2: g(A)
+    highest = 1 + clip
+    lowest = 1 - clip
+    if lower_bound == "over":
+        lowest = 1 / highest
+    bound_M = torch.where(advantage_M > 0, highest * advantage_M, lowest * advantage_M)  # E2: g(A)
     return torch.minimum(w_M * advantage_M, bound_M)  # E2
 
 
-def kl_penalty(logp_M, start_logp_M) -> torch.Tensor:
-    """E7: an estimate of KL(pi || pi_start) from the tokens sampled, never negative [M]."""
-    d_M = start_logp_M - logp_M
+def kl_penalty(logp_M, ref_logp_M) -> torch.Tensor:
+    """E7: an estimate of KL(pi || pi_ref) from the tokens sampled, never negative [M]."""
+    d_M = ref_logp_M - logp_M
     return d_M.exp() - d_M - 1  # E7
 
 
 # ---------------------------------------------------------- 4. models
-def load(auto, source: str, args: Args):
-    """A model without dropout, in float32, and its tokenizer, from a local folder or by Hugging Face name."""
-    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
-    try:
-        model, report = auto.from_pretrained(source, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
-            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-    except Exception as error:  # a damaged folder can raise anything
-        why = runs.why_not_loaded(source, error, args)
-        raise ValueError(f"no model in {source}: {why}") from error
-    return model.to(args.device).eval(), tokenizer
-
-
 def make_model(args: Args, source: str):
     """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
-    model, tokenizer = load(transformers.AutoModelForCausalLM, source, replace(args, device="cpu"))
+    on_cpu = replace(args, device="cpu")
+    model = runs.load(transformers.AutoModelForCausalLM, source, on_cpu)
+    dtype = getattr(torch, args.dtype)
     for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
-        p.data = p.data.to(args.device, getattr(torch, args.dtype), copy=True)
-    model.to(args.device).tokenizer = tokenizer
+        p.data = p.data.to(args.device, dtype, copy=True)
+    model.to(args.device)
     if args.lora:
-        try:
-            from peft import LoraConfig
-        except ModuleNotFoundError as error:
-            raise ValueError("--lora needs the package peft: pip install peft") from error
-        alpha = 2 * args.lora_rank
-        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules="all-linear"))
-        for p in filter(lambda p: p.requires_grad, model.parameters()):
-            p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+        add_adapters(model, args.lora_rank)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model
 
 
-class Memory(transformers.Cache):
-    """A key-value cache that lasts across turns, and the last hidden state of each rollout of a batch [B, H].
+def add_adapters(model, rank: int) -> None:
+    """Low-rank adapters, which are all that is trained from now on."""
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError as error:
+        raise ValueError("--lora needs the package peft: pip install peft") from error
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+
+
+@contextmanager
+def recomputing(model):
+    """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
+
+    Layers do so in training mode only, in which they also go without a cache, so rollouts cannot stay in it.
+    The modules inside of a layer are not put into it: there is no dropout.
+    """
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+    yield
+    model.eval()
+
+
+class Memory:
+    """What the model has read of each rollout of a batch: keys and values, and the last hidden state [B, H].
 
     A token's column is its position in its rollout. So rows need no padding between turns, and what padding
     writes behind the end of a row is overwritten before anyone can see it.
     """
 
-    def __init__(self, model, batch: list[Trajectory]):
-        super().__init__(layers=[])
-        self.model, self.stored = model, {}  # keys and values of each layer [2, B, columns, heads, D]
-        self.length_B = torch.zeros(len(batch), dtype=torch.long)
-        self.hidden_BH = next(model.parameters()).new_zeros(len(batch), model.config.hidden_size)
+    def __init__(self, model, batch):
+        B = len(batch)
+        H = model.config.hidden_size
+        self.model = model
+        self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
+        self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
+        self.hidden_BH = torch.zeros(B, H, dtype=model.dtype)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
         """These rows and no others, in this order; a row may be named more than once."""
-        self.length_B, self.hidden_BH = self.length_B[rows], self.hidden_BH[rows]
+        self.length_B = self.length_B[rows]
+        self.hidden_BH = self.hidden_BH[rows]
         for layer in self.stored:  # one by one: two whole caches would not fit
             self.stored[layer] = self.stored[layer][:, rows]
 
-    def read(self, batch: list[Trajectory]) -> None:
+    def read(self, batch) -> None:
         """Reads what is new in every rollout, but not in those that wait for their world."""
-        pieces = [[] if t.step else t.ids[n:] for t, n in zip(batch, self.length_B.tolist(), strict=True)]
-        size_B = torch.tensor([len(piece) for piece in pieces])
-        Q = max(map(len, pieces), default=0)
-        if Q == 0:
+        pieces = []
+        lengths = self.length_B.tolist()
+        for t, length in zip(batch, lengths, strict=True):
+            piece = [] if t.pending else t.ids[length:]
+            pieces.append(piece)
+        if not any(pieces):
             return
-        # Of one token all rows are run, also those with nothing new: to gather the others' keys takes longer.
-        self.rows = slice(None) if Q == 1 else size_B.nonzero()[:, 0]
-        self.column_BQ = (self.length_B[:, None] + torch.arange(Q))[self.rows]
-        ids_BQ = torch.tensor([piece + [0] * (Q - len(piece)) for piece in pieces])[self.rows]
-        may_see = torch.arange(int(self.column_BQ.max()) + 1) <= self.column_BQ[:, None, :, None]
-        inputs = {"input_ids": ids_BQ, "position_ids": self.column_BQ, "attention_mask": may_see}
-        hidden_BQH = self.model.base_model(**inputs, past_key_values=self, use_cache=True).last_hidden_state
-        size_B = size_B[self.rows]
-        self.hidden_BH[self.rows] = hidden_BQH[torch.arange(len(size_B)), size_B - 1]
-        self.length_B[self.rows] += size_B
+        size_B = torch.tensor([len(piece) for piece in pieces])
+        Q = max(map(len, pieces))
+        rows = size_B.nonzero()[:, 0]
+        if Q == 1:  # all rows, also those with nothing new: to gather the others' keys takes longer
+            rows = slice(None)
+        size_R = size_B[rows]
+        ids_RQ = padded(pieces)[rows]
+        column_BQ = self.length_B[:, None] + torch.arange(Q)
+        column_RQ = column_BQ[rows]
 
-    def update(self, keys, values, layer: int, *args, **kwargs):
-        """Called by each layer: stores what is new [B, heads, Q, D]; returns all columns of the rows."""
+        cache = Pass(self.stored, rows, column_RQ)
+        may_see = torch.arange(cache.width) <= column_RQ[:, None, :, None]
+        output = self.model.base_model(
+            input_ids=ids_RQ,
+            position_ids=column_RQ,
+            attention_mask=may_see,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        row_R = torch.arange(len(size_R))
+        self.hidden_BH[rows] = output.last_hidden_state[row_R, size_R - 1]
+        self.length_B[rows] += size_R
+
+
+class Pass(transformers.Cache):
+    """The keys and values of a memory for one forward pass: which rows it is about, and where it writes.
+
+    The model hands it to its layers; each of them calls `update` once.
+    """
+
+    def __init__(self, stored, rows, column_RQ):
+        super().__init__(layers=[])
+        self.stored = stored  # the memory's own
+        self.rows = rows  # indices or a slice
+        self.column_RQ = column_RQ  # of the new tokens
+        self.width = int(column_RQ.max()) + 1  # columns that the last of them sees
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        """Stores what is new in a layer [R, heads, Q, D]; returns all that its rows have, keys and values."""
         new = torch.stack([keys, values]).transpose(2, 3)
-        width = int(self.column_BQ.max()) + 1
-        store = self.stored.setdefault(layer, new[:, :, :0])
-        if store.shape[2] < width:  # a quarter more, so that growing costs little
-            more = width + width // 4 - store.shape[2]
-            store = self.stored[layer] = nn.functional.pad(store, (0, 0, 0, 0, 0, more))
-        row_B1 = torch.arange(len(self.length_B))[self.rows, None]
-        store[:, row_B1, self.column_BQ] = new
-        return store[:, self.rows, :width].transpose(2, 3).unbind()
+        empty = new[:, :, :0]
+        store = self.stored.get(layer, empty)
+        missing = self.width - store.shape[2]
+        if missing > 0:
+            more = missing + self.width // 4  # so that it rarely grows
+            behind = (0, 0, 0, 0, 0, more)  # two numbers each for D, heads and columns
+            store = nn.functional.pad(store, behind)
+            self.stored[layer] = store
+        row_R = torch.arange(store.shape[1])[self.rows]
+        store[:, row_R[:, None], self.column_RQ] = new
+        seen = store[:, self.rows, : self.width]
+        return seen.transpose(2, 3).unbind()
 
 
 # ---------------------------------------------------------- 5. rollouts
-def listen(t: Trajectory, tokenizer, args: Args) -> None:
-    """Takes in what the world says, waiting for it if need be: a prompt, or the reply to a turn."""
+def make_worlds(args: Args, split: str) -> list:
+    """Worlds of a split; one without splits gives all its tasks."""
+    options = envs.options(args.world)
+    world = envs.make(args.env, **options)
+    if not world.append_only:
+        raise ValueError(f"--env {args.env}: its text is written anew every turn, and here it must only grow")
+    if hasattr(world, "split"):
+        options["split"] = split
+    return [envs.make(args.env, **options) for _ in range(args.worlds)]
+
+
+def listen(t: Trajectory, tokenizer, args) -> None:
+    """Takes in what the world says, waiting for it if need be. A rollout without room for a turn ends."""
     try:
-        text, *outcome, info = t.step.result()
+        result = t.pending.result()
     except (envs.WorldBroken, envs.Unavailable) as error:
-        t.fate, t.text = "broken", f"{t.text}{error}"
+        t.fate = "broken"
+        t.text += str(error)
         return
-    head, to_prompt, to_reply = chat_pieces(tokenizer)
-    if outcome:  # of a step; a reset has none
-        reward, terminated, truncated = outcome
-        reply = text.removeprefix(t.text + info["action"])
-        t.said.append((info["action"], reply))
-        t.turns.append(range(t.first, len(t.ids)))
-        if t.ids[-1] != tokenizer.eos_token_id:  # the turn was cut: its end is added, not sampled
-            t.ids.append(tokenizer.eos_token_id)
-        t.ids += encode(tokenizer, to_prompt + reply + to_reply)
-        t.rewards.append(reward)
-        t.total += reward
-        if terminated or truncated:
-            t.fate, t.terminated, t.success = "ended", terminated, info["result"]["success"]
+    if t.ids:  # the prompt is there
+        take_reply(t, tokenizer, *result)
     else:
-        t.answer, t.ids = info["answer"], list(encode(tokenizer, head + text + to_reply))
-    t.text, t.first, t.step = text, len(t.ids), None
-    if t.first + args.max_action_tokens > args.context:  # no room for a turn
+        take_prompt(t, tokenizer, *result)
+    t.pending = None
+    t.turn_start = len(t.ids)
+    if t.turn_start + args.max_action_tokens > args.context:
         t.fate = "ended"
 
 
-def sample(model, hidden_BH, temperature: float, generator, greedy: bool) -> tuple[list[int], list[float]]:
-    """The next token of every row, and its log-prob."""
-    logp_BV = (model.get_output_embeddings()(hidden_BH).float() / temperature).log_softmax(-1)
+def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
+    """Takes in what a world's `reset` returns."""
+    head, _, to_reply = runs.chat_pieces(tokenizer)
+    t.ids += encode(tokenizer, head + text + to_reply)
+    t.text = text
+    t.answer = info["answer"]
+
+
+def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
+    """Takes in what a world's `step` returns; `text` is all that it has said."""
+    turn = range(t.turn_start, len(t.ids))
+    action = info["action"]
+    reply = text.removeprefix(t.text + action)
+    logp = fmean(t.logps[-len(turn) :])
+    record = {"action": action, "reply": reply, "reward": reward, "log-prob": logp}
+    t.turns.append(turn)
+    t.turn_records.append(record)
+    t.said.append((action, reply))
+    t.text = text
+    t.total += reward
+
+    _, to_prompt, to_reply = runs.chat_pieces(tokenizer)
+    end = tokenizer.eos_token_id
+    if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
+        t.ids.append(end)
+    t.ids += encode(tokenizer, to_prompt + reply + to_reply)
+    if terminated or truncated:
+        t.fate = "ended"
+        t.terminated = terminated
+        t.success = info["result"]["success"]
+
+
+def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
+    """Adds a token to the turn. Returns the action if the turn is over: by the end token, or cut."""
+    t.ids.append(token)
+    t.logps.append(logp)
+    turn = t.ids[t.turn_start :]
+    if token != tokenizer.eos_token_id and len(turn) < max_tokens:
+        return None
+    return tokenizer.decode(turn, skip_special_tokens=True)
+
+
+def sample_tokens(logits_NV, generator, greedy):
+    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
     if greedy:
-        token_B1 = logp_BV.argmax(-1, keepdim=True)
-    else:  # the first token whose cumulative probability reaches a uniform number
-        total_BV = logp_BV.exp().cumsum(-1)
-        u_B1 = torch.rand(len(logp_BV), 1, generator=generator, device=generator.device) * total_BV[:, -1:]
-        token_B1 = torch.searchsorted(total_BV, u_B1, right=True).clamp(max=logp_BV.shape[1] - 1)
-    return token_B1[:, 0].tolist(), logp_BV.gather(1, token_B1)[:, 0].tolist()
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds a uniform number
+        total_NV = logp_NV.exp().cumsum(-1)
+        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
+        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
+def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop=False):
+    """Plays tasks to their end, as many at a time as there are worlds."""
+    if args.temperature <= 0:
+        raise ValueError(f"--temperature {args.temperature}: it must be above 0")
+    n = len(worlds)
+    played = []
+    for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
+        t = Trajectory(task, seed, worlds[i % n])
+        played.append(t)
+    for i in range(0, len(played), n):
+        play_together(model, played[i : i + n], args, generator, greedy, may_drop)
+    return played
+
+
+def start(played, pool, tokenizer, args) -> None:
+    """Starts each rollout's world and takes in the prompts; WorldBroken if no world starts."""
+    for t in played:
+        t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
+    for t in played:
+        listen(t, tokenizer, args)
+    if all(t.fate == "broken" for t in played):
+        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
 
 
 @torch.no_grad()
-def rollout(model, worlds, tasks, seeds, args: Args, generator, greedy=False, may_drop=False):
-    """Plays tasks to their end, each in a world. The model reads a prompt once, however many rollouts it has.
+def play_together(model, played, args, generator, greedy, may_drop) -> None:
+    """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
 
     Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
     together: a moment counted in rows, so that threads do not change the outcome.
     """
-    if len(tasks) > len(worlds):
-        n, rest = len(worlds), (args, generator, greedy, may_drop)
-        now, later = (tasks[:n], seeds[:n]), (tasks[n:], seeds[n:])
-        return rollout(model, worlds, *now, *rest) + rollout(model, worlds, *later, *rest)
-    tokenizer, end = model.tokenizer, model.tokenizer.eos_token_id
-    played = [Trajectory(task) for task in tasks]
-    world_of = dict(zip(played, worlds, strict=False))
+    tokenizer = model.tokenizer
+    head = model.get_output_embeddings()
     with ThreadPoolExecutor(args.world_threads) as pool:
-        for t, seed in zip(played, seeds, strict=True):
-            t.step = pool.submit(world_of[t].reset, seed=seed, options={"index": t.task})
-        for t in played:
-            listen(t, tokenizer, args)
-        if all(t.fate == "broken" for t in played):
-            raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
+        start(played, pool, tokenizer, args)
         batch = [t for t in played if t.fate == "playing"]
-        different = {t.text: t for t in batch}
-        memory = Memory(model, list(different.values()))
-        memory.keep([list(different).index(t.text) for t in batch])
+        memory = read_prompts(model, batch)
 
         while batch:  # row b of the memory is that of batch[b]
-            # 1. one token for all that write; a turn ends with the end token or is cut
-            tokens, logps = sample(model, memory.hidden_BH, args.temperature, generator, greedy)
-            for t, token, logp in zip(batch, tokens, logps, strict=True):
-                if t.step is None:
-                    t.ids.append(token)
-                    t.logps.append(logp)
-                    if token == end or len(t.ids) - t.first == args.max_action_tokens:
-                        action = tokenizer.decode(t.ids[t.first :], skip_special_tokens=True)
-                        t.step = pool.submit(world_of[t].step, action)
+            # 1. one token for all that write
+            logits_BV = head(memory.hidden_BH).float() / args.temperature
+            token_B, logp_B = sample_tokens(logits_BV, generator, greedy)
+            sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
+            for t, token, logp in sampled:
+                if t.pending:
+                    continue
+                action = write(t, token, logp, tokenizer, args.max_action_tokens)
+                if action is not None:
+                    t.pending = pool.submit(t.world.step, action)
             memory.read(batch)
 
             # 2. the replies; those that have ended leave the batch
-            waiting = [t for t in batch if t.step]
+            waiting = [t for t in batch if t.pending]
             if 4 * len(waiting) < len(batch):
                 continue
             for t in waiting:
                 listen(t, tokenizer, args)
-            if may_drop and has_enough(played, args):
+            if may_drop and has_enough(played, args.finish_all, args.finish_each):
                 break
             rows = [b for b, t in enumerate(batch) if t.fate == "playing"]
             if len(rows) < len(batch):
@@ -363,286 +465,333 @@ def rollout(model, worlds, tasks, seeds, args: Args, generator, greedy=False, ma
                 memory.keep(rows)
             memory.read(batch)
     for t in played:
-        t.fate = "dropped" if t.fate == "playing" else t.fate
-    return played
+        if t.fate == "playing":
+            t.fate = "dropped"
 
 
-def has_enough(played: list[Trajectory], args: Args) -> bool:
+def read_prompts(model, batch) -> Memory:
+    """A memory with a row for each rollout. A prompt is read once, however many rollouts begin with it."""
+    different = {t.text: t for t in batch}
+    memory = Memory(model, list(different.values()))
+    prompts = list(different)
+    memory.keep([prompts.index(t.text) for t in batch])
+    return memory
+
+
+def has_enough(played, finish_all, finish_each) -> bool:
     """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
     whole = [t for t in played if t.fate != "broken"]  # a broken one is not waited for
     number = Counter(t.task for t in whole)
     ended = Counter(t.task for t in whole if t.fate == "ended")
-    of_each = all(ended[task] >= min(args.finish_each, number[task]) for task in number)
-    return of_each and ended.total() >= args.finish_all * len(whole)
+    of_each = all(ended[task] >= min(finish_each, number[task]) for task in number)
+    return of_each and ended.total() >= finish_all * len(whole)
 
 
 # ---------------------------------------------------------- 6. updates
-def score(model, trajectories: list[Trajectory], args: Args):
-    """Yields micro-batches of about one length as dicts, trajectory -> log-probs of its sampled tokens [M].
+def set_advantages(played, K, normalise: bool):
+    """Gives advantages to the rollouts that ended, where a task has two of them, and returns these rollouts.
 
-    Rows are padded behind their end, which no causal model can see. Logits are made at sampled tokens only,
-    some at a time, and with --gradient-checkpointing made again in the backward pass: [B, T, V] never exists.
+    The K rollouts of a task are neighbours.
     """
-    by_length, head = sorted(trajectories, key=lambda t: len(t.ids)), model.get_output_embeddings()
-    remake = args.gradient_checkpointing and torch.is_grad_enabled()
+    if K < 2:
+        raise ValueError(f"--rollouts {K}: a rollout is judged by the others of its task, so it takes two")
+    judged = []
+    for i in range(0, len(played), K):
+        neighbours = played[i : i + K]
+        group = [t for t in neighbours if t.fate == "ended" and t.turns]
+        if len(group) < 2:
+            continue
+        returns = [t.total for t in group]
+        return_K = torch.tensor(returns, dtype=torch.float64)  # in float32 the mean of equals may be another
+        advantage_K = leave_one_out(return_K)
+        if normalise:
+            advantage_K = normalised(return_K)
+        for k, t in enumerate(group):
+            t.advantage = advantage_K[k].item()
+        judged += group
+    return judged
 
-    def logps(hidden_CH, token_C):
-        logit_CV = head(hidden_CH).float() / args.temperature
-        return -nn.functional.cross_entropy(logit_CV, token_C, reduction="none")
 
-    chunk_logps = partial(checkpoint, logps, use_reentrant=False) if remake else logps
-    for start in range(0, len(by_length), args.micro_batch):
-        part = by_length[start : start + args.micro_batch]
-        rows = [t.ids[: t.turns[-1].stop] for t in part]  # what the world said last is answered by nobody
-        T = max(map(len, rows))
-        ids_BT = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-        places = [(b, column) for b, t in enumerate(part) for column in chain(*t.turns)]
-        row_N, column_N = torch.tensor(places).T
-        for module in model.modules():  # checkpointed layers ask for training mode; dropout must not be in it
-            module.training = remake and getattr(module, "gradient_checkpointing", False)
-        hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        model.eval()  # in training mode there would be no cache for the rollouts
-        hidden = hidden_BTH[row_N, column_N - 1].split(args.logit_chunk)
-        logp_N = torch.cat(list(map(chunk_logps, hidden, ids_BT[row_N, column_N].split(args.logit_chunk))))
-        yield dict(zip(part, logp_N.split([len(t.logps) for t in part]), strict=True))
+def states_before_sampled(model, batch):
+    """The hidden states from which the sampled tokens are predicted [N, H], and these tokens [N].
+
+    Rows are padded behind their end, which no causal model can see.
+    """
+    rows = [t.ids[: t.turns[-1].stop] for t in batch]  # what the world said last is answered by nobody
+    ids_BT = padded(rows)
+    is_sampled_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    for b, t in enumerate(batch):
+        for turn in t.turns:
+            is_sampled_BT[b, turn.start : turn.stop] = True
+    with recomputing(model):
+        output = model.base_model(input_ids=ids_BT, use_cache=False)
+    is_before_BT = is_sampled_BT.roll(-1, dims=1)  # a token is predicted from the position before it
+    return output.last_hidden_state[is_before_BT], ids_BT[is_sampled_BT]
+
+
+def token_logps(head, hidden_CH, token_C, temperature) -> torch.Tensor:
+    """Log-probs of tokens [C], at the temperature of sampling."""
+    logits_CV = head(hidden_CH).float() / temperature
+    return -nn.functional.cross_entropy(logits_CV, token_C, reduction="none")
+
+
+def score(model, trajectories, args):
+    """Yields micro-batches of about one length: pairs of a rollout and its sampled tokens' log-probs [M].
+
+    Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
+    the backward pass: [B, T, V] never exists.
+    """
+    if args.micro_batch < 1:
+        raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
+    by_length = sorted(trajectories, key=lambda t: len(t.ids))
+    head = model.get_output_embeddings()
+    chunk_logps = token_logps
+    if args.gradient_checkpointing:
+        chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
+    for i in range(0, len(by_length), args.micro_batch):
+        batch = by_length[i : i + args.micro_batch]
+        hidden_NH, token_N = states_before_sampled(model, batch)
+        hidden = hidden_NH.split(args.logit_chunk)
+        tokens = token_N.split(args.logit_chunk)
+        logps = []
+        for hidden_CH, token_C in zip(hidden, tokens, strict=True):
+            logp_C = chunk_logps(head, hidden_CH, token_C, args.temperature)
+            logps.append(logp_C)
+        sizes = [len(t.logps) for t in batch]
+        logps_of_rollouts = torch.cat(logps).split(sizes)
+        yield zip(batch, logps_of_rollouts, strict=True)
 
 
 @torch.no_grad()
-def start_logps(model, start_model, kept: list[Trajectory], args: Args) -> dict[Trajectory, torch.Tensor]:
-    """Log-probs [M] by the model of the start (E7); with LoRA that is `model` without its adapters."""
-    if start_model:
-        return dict(ChainMap(*score(start_model, kept, args)))
-    model.disable_adapters()
-    logps = dict(ChainMap(*score(model, kept, args)))
-    model.enable_adapters()
-    return logps
+def read_old(model, trajectories, args) -> None:
+    """Sets the log-probs of rollouts by the model as it is: before the first step the old ones."""
+    for pairs in score(model, trajectories, args):
+        for t, logp_M in pairs:
+            t.old_logp_M = logp_M
 
 
-def advantages_of_groups(played: list[Trajectory], args: Args) -> dict[Trajectory, float]:
-    """Advantages of the rollouts that ended, where a task has two of them; its K rollouts are neighbours."""
-    advantages = {}
-    for i in range(0, len(played), args.rollouts):
-        group = [t for t in played[i : i + args.rollouts] if t.fate == "ended" and t.turns]
-        if len(group) > 1:  # in float64, as in float32 the mean of equal returns may be another
-            return_K = torch.tensor([t.total for t in group], dtype=torch.float64)
-            advantage_K = normalised(return_K) if args.normalise else leave_one_out(return_K)
-            advantages |= zip(group, advantage_K.tolist(), strict=True)
-    return advantages
+@torch.no_grad()
+def read_ref(model, ref_model, trajectories, args) -> None:
+    """Sets the log-probs by the model of the start (E7); with LoRA that is `model` without its adapters."""
+    if ref_model is None:
+        model.disable_adapters()
+    for pairs in score(ref_model or model, trajectories, args):
+        for t, logp_M in pairs:
+            t.ref_logp_M = logp_M
+    if ref_model is None:
+        model.enable_adapters()
 
 
-def update(model, optimizer, advantages: dict[Trajectory, float], args: Args, rng, start_model=None):
-    """Some epochs of steps on E2, and E7 if asked for, with the rollouts of an iteration."""
-    kept = [t for t, advantage in advantages.items() if abs(advantage) >= args.min_advantage]
+def rollout_loss(t: Trajectory, logp_M, args):
+    """-E2, and E7 if asked for, as the mean over a rollout's tokens; and what is logged of it, as a dict."""
+    advantage = torch.tensor(t.advantage)
+    lengths = [len(turn) for turn in t.turns]
+    w_M = ratios(logp_M, t.old_logp_M, lengths, args.level)
+    gain_M = surrogate(w_M, advantage, args.clip, args.lower_bound)
+    is_clipped_M = gain_M < w_M * advantage
+    gap_M = t.old_logp_M - torch.tensor(t.logps)
+    figures = {
+        "update/ratio": w_M.max().item(),
+        "update/clipped": is_clipped_M.float().mean().item(),
+        "update/sampler_gap": gap_M.abs().max().item(),
+    }
+    if args.kl:
+        penalty_M = kl_penalty(logp_M, t.ref_logp_M)
+        figures["update/kl"] = penalty_M.mean().item()
+        gain_M = gain_M - args.kl * penalty_M
+    return -gain_M.mean(), figures
+
+
+def step(model, optimizer, minibatch, size, args):
+    """One step of the optimiser, on a sum over `size`. Returns the rollouts' figures, and the step's own."""
+    optimizer.zero_grad()
+    figures = []
+    log_ratios = []
+    for pairs in score(model, minibatch, args):
+        loss = torch.zeros(())
+        for t, logp_M in pairs:
+            if t.old_logp_M is None:  # in the first step
+                t.old_logp_M = logp_M.detach()
+            loss_of_t, figures_of_t = rollout_loss(t, logp_M, args)
+            loss = loss + loss_of_t / size
+            figures.append(figures_of_t)
+            log_w_M = logp_M - t.old_logp_M
+            log_ratios.append(log_w_M.sum().item())
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
+    optimizer.step()
+    return figures, {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm.item()}
+
+
+def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
+    """Some epochs of steps with the rollouts of an iteration that have an advantage; returns figures."""
+    kept = [t for t in judged if abs(t.advantage) >= args.min_advantage]
     if not kept:
         return {"update/filtered": 1.0}
-    size, minibatches = args.minibatch or len(kept), []
+    size = args.minibatch or len(kept)
+    minibatches = []
     for _ in range(args.epochs):  # without regard to tasks
-        shuffled = [kept[i] for i in rng.permutation(len(kept))]
-        minibatches += [shuffled[i : i + size] for i in range(0, len(shuffled), size)]
+        order = rng.permutation(len(kept))
+        shuffled = [kept[i] for i in order]
+        for i in range(0, len(kept), size):
+            minibatches.append(shuffled[i : i + size])
+
     # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
-    with torch.no_grad():
-        old = dict(ChainMap(*score(model, [t for t in kept if t not in minibatches[0]], args)))
-    start = start_logps(model, start_model, kept, args) if args.kl else {}  # D4
-    figures = defaultdict(list, filtered=[1 - len(kept) / len(advantages)])
-    for minibatch in minibatches:
-        optimizer.zero_grad()
-        log_ratios = []
-        for part in score(model, minibatch, args):
-            loss = torch.zeros(())
-            for t, logp_M in part.items():
-                old_M = old.setdefault(t, logp_M.detach())
-                w_M = ratios(logp_M, old_M, list(map(len, t.turns)), args.level)
-                gain_M = surrogate(w_M, torch.tensor(advantages[t]), args.clip, args.lower_bound)
-                figures["ratio"].append(w_M.max().item())
-                figures["clipped"].append((gain_M < w_M * advantages[t]).float().mean().item())
-                log_ratios.append((logp_M - old_M).sum().item())
-                if start:
-                    penalty_M = kl_penalty(logp_M, start[t])
-                    figures["kl"].append(penalty_M.mean().item())
-                    gain_M = gain_M - args.kl * penalty_M
-                loss = loss - gain_M.mean() / size  # a last, smaller minibatch weighs less
-            loss.backward()
-        figures["log_ratio"].append(fmean(log_ratios))
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
-        optimizer.step()
-        figures["grad_norm"].append(norm.item())
-    figures["sampler_gap"] = [max((old[t] - torch.tensor(t.logps)).abs().max().item() for t in kept)]
-    return {f"update/{tag}": (max if tag == "ratio" else fmean)(values) for tag, values in figures.items()}
+    first = minibatches[0]
+    for t in first:
+        t.old_logp_M = None
+    read_old(model, [t for t in kept if t not in first], args)
+    if args.kl:
+        read_ref(model, ref_model, kept, args)  # D4
+
+    of_rollouts = []
+    of_steps = []
+    for minibatch in minibatches:  # the last of an epoch may be smaller, and then weighs less
+        figures, of_step = step(model, optimizer, minibatch, size, args)
+        of_rollouts += figures
+        of_steps.append(of_step)
+    metrics = runs.means(of_rollouts) | runs.means(of_steps)
+    for tag in ("update/ratio", "update/sampler_gap"):
+        metrics[tag] = max(figures[tag] for figures in of_rollouts)
+    metrics["update/filtered"] = 1 - len(kept) / len(judged)
+    return metrics
 
 
 # ---------------------------------------------------------- 7. evaluation
-def evaluate(model, args: Args, split: str) -> dict[str, float]:
-    """Every task of a split, sampled and greedy, always from the same seed, so that evaluations compare."""
-    worlds, metrics = make_worlds(args, split), {}
-    tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
-    for suffix in ("", "_greedy"):
-        generator = torch.Generator(args.device).manual_seed(0)
-        played = rollout(model, worlds, tasks, tasks, args, generator, greedy=suffix == "_greedy")
-        solved = {t.task: t.success for t in played}
-        figures = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
-        if hasattr(worlds[0], "goals"):
-            figures |= worlds[0].goals(solved)
-        metrics |= {f"{key}{suffix}": value for key, value in figures.items()}
+def named(tag: str, figures: dict[str, float]) -> dict[str, float]:
+    """Figures by the names that `tag` makes: "habit/{}" gives habit/no_op."""
+    return {tag.format(name): figure for name, figure in figures.items()}
+
+
+def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
+    """Figures of every task of a split, with sampled and with greedy turns."""
+    worlds = make_worlds(args, split)
+    sampled = play_all(model, worlds, args, greedy=False)
+    greedy = play_all(model, worlds, args, greedy=True)
     for world in worlds:
         world.close()
+    return named(tag, sampled) | named(f"{tag}_greedy", greedy)
+
+
+def play_all(model, worlds, args, greedy: bool) -> dict:
+    """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
+    tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
+    generator = torch.Generator(args.device).manual_seed(0)
+    played = rollout(model, worlds, tasks, tasks, args, generator, greedy)
+    solved = {t.task: t.success for t in played}
+    metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
+    if hasattr(worlds[0], "goals"):
+        metrics |= worlds[0].goals(solved)
     return metrics
 
 
-def behaviour(played: list[Trajectory], world) -> dict[str, float]:
+def average(values) -> float:
+    """Their mean; 0 if there are none."""
+    return fmean(values or [0.0])
+
+
+def behaviour(played, world) -> dict:
     """Figures of an iteration's rollouts, and the habits that the world counts."""
     ended = [t for t in played if t.fate == "ended"]  # of the others the return is not known
-    lists = {
-        "return": [t.total for t in ended],
-        "success": [t.success for t in ended],
-        "truncated": [not t.terminated for t in ended],
-        "length": [len(t.said) for t in played],
-        "tokens": [len(t.logps) for t in played],
-        "entropy": [-fmean(t.logps) for t in played if t.logps],
-        "dropped": [t.fate == "dropped" for t in played],
-        "broken": [t.fate == "broken" for t in played],
+    metrics = {
+        "rollout/return": average([t.total for t in ended]),
+        "rollout/success": average([t.success for t in ended]),
+        "rollout/truncated": average([not t.terminated for t in ended]),
+        "rollout/length": average([len(t.said) for t in played]),
+        "rollout/tokens": average([len(t.logps) for t in played]),
+        "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
+        "rollout/dropped": average([t.fate == "dropped" for t in played]),
+        "rollout/broken": average([t.fate == "broken" for t in played]),
     }
-    metrics = {f"rollout/{name}": fmean(values or [0.0]) for name, values in lists.items()}
     if hasattr(world, "habits"):
-        metrics |= {f"habit/{name}": value for name, value in world.habits([t.said for t in played]).items()}
+        habits = world.habits([t.said for t in played])
+        metrics |= named("habit/{}", habits)
     return metrics
 
 
-# ---------------------------------------------------------- 8. save and resume
-def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
-    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
-        temporary = run / f"{name}.tmp"
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(runs.card(run, name), encoding="utf-8")
-        shutil.rmtree(run / name, ignore_errors=True)
-        temporary.rename(run / name)
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
+def sample_of(t: Trajectory, iteration) -> dict:
+    """A rollout as rollouts.jsonl has it."""
+    return {
+        "iteration": iteration,
+        "answer": t.answer,
+        "return": t.total,
+        "fate": t.fate,
+        "text": t.text,
+        "turns": t.turn_records,
+    }
 
 
-def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
-    try:
-        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, module in modules.items():
-            module.load_state_dict(state["modules"][name])
-        rng.bit_generator.state = state["rng"]
-        generator.set_state(state["generator"])
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
-    return state
-
-
-# ---------------------------------------------------------- 9. training
-def make_worlds(args: Args, split: str) -> list:
-    """Worlds of a split; one without splits gives all its tasks."""
-    options = envs.options(args.world)
-    if hasattr(envs.make(args.env, **options), "split"):
-        options["split"] = split
-    worlds = [envs.make(args.env, **options) for _ in range(args.worlds)]
-    if not worlds[0].append_only:
-        raise ValueError(f"--env {args.env}: its text is written anew every turn, and here it must only grow")
-    return worlds
-
-
-def main(args: Args) -> dict[str, float]:
+# ---------------------------------------------------------- 8. training
+def main(args: Args) -> dict:
     """Iterations of rollouts and updates; returns what it writes to summary.json."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    started, cpu_started = time.time(), time.process_time()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
+    run = runs.Run(args, "loop_ppo")
     worlds = make_worlds(args, "train")
-    difficulties = getattr(worlds[0], "difficulties", [1] * worlds[0].num_tasks)
-    trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]  # D2
+    world = worlds[0]
+    difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
+    trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
 
-    # --- all that learns, as it starts; variants of a world share a checkpoint
-    source = args.model or str(Path(__file__).parent / "checkpoints" / worlds[0].demonstration_env)  # D1
+    # --- all that learns, as it starts
+    source = args.model or runs.checkpoint_of(world)  # D1
     model = make_model(args, source)
-    args = replace(args, context=min(args.context, model.config.max_position_embeddings))
-    start_model = make_model(args, source) if args.kl and not args.lora else None
+    ref_model = None
+    if args.kl and not args.lora:
+        ref_model = make_model(args, source)
+    readable = min(args.context, model.config.max_position_embeddings)
+    args = replace(args, context=readable)
     torch.set_default_device(args.device)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.01)  # the release's
-    modules = {"parameters": parameters, "optimizer": optimizer}
+    optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's
 
     # --- a new run, or one that goes on
-    run = runs.folder(args, "loop_ppo")
-    if args.resume:
-        state = restore(run, modules, rng, generator)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-    else:
-        evaluation = evaluate(model, args, "dev")
-        state = {"iteration": 0, "episodes": 0, "metrics": [], "samples": []}
-        state |= {"warm_start": evaluation, "evaluation": evaluation}
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    print(f"{run}: starts from {source}, which returns {state['warm_start']['return']:.2f}")
-    writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
-    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
+    run.start({"parameters": parameters, "optimizer": optimizer}, episodes=0)
+    shown = "return|success$|no_op|filtered"
     if not args.resume:
-        start = {f"eval/{name}": figure for name, figure in evaluation.items()}
-        state["metrics"].append(runs.log(writer, 0, start, "return|success$"))
-    stopped = runs.stop_signals()  # Ctrl-C ends the iteration that it falls into
+        run.log(evaluate(model, args, "dev", "eval/{}"), shown)
 
-    for iteration in range(state["iteration"] + 1, args.iterations + 1):
-        began = time.time()
+    for iteration in run.iterations(args.iterations):
         # 1. K rollouts of some tasks, all of a task from one seed
-        chosen = rng.choice(trained_on, args.tasks, replace=len(trained_on) < args.tasks)
-        seeds = rng.integers(2**31, size=args.tasks)
-        tasks, seeds = (x.repeat(args.rollouts).tolist() for x in (chosen, seeds))
-        played = rollout(model, worlds, tasks, seeds, args, generator, may_drop=True)
+        began = time.time()
+        K = args.rollouts
+        is_short = len(trained_on) < args.tasks
+        task_P = run.rng.choice(trained_on, args.tasks, replace=is_short)
+        seed_P = run.rng.integers(2**31, size=args.tasks)
+        tasks = task_P.repeat(K).tolist()
+        seeds = seed_P.repeat(K).tolist()
+        played = rollout(model, worlds, tasks, seeds, args, run.generator, may_drop=True)
         rolled = time.time()
 
         # 2. their advantages, and some steps
-        share = 1 - (iteration - 1) / args.iterations if args.anneal_lr else 1.0  # D3
-        optimizer.param_groups[0]["lr"] = args.lr * share
-        metrics = behaviour(played, worlds[0])
-        metrics |= update(model, optimizer, advantages_of_groups(played, args), args, rng, start_model)
+        lr = args.lr
+        if args.anneal_lr:
+            lr *= 1 - (iteration - 1) / args.iterations  # D3
+        optimizer.param_groups[0]["lr"] = lr
+        judged = set_advantages(played, K, args.normalise)
+        metrics = behaviour(played, world)
+        metrics |= update(model, optimizer, judged, args, run.rng, ref_model)
 
         # 3. the books
-        state["iteration"], state["episodes"] = iteration, state["episodes"] + len(played)
-        metrics |= {"time/rollout": rolled - began, "time/update": time.time() - rolled}
-        metrics["time/tokens_per_second"] = sum(len(t.logps) for t in played) / (rolled - began)
-        is_last = iteration == args.iterations
-        if iteration % args.eval_every == 0 or is_last:
-            state["evaluation"] = evaluate(model, args, "dev")
-            metrics |= {f"eval/{name}": figure for name, figure in state["evaluation"].items()}
-        state["metrics"].append(runs.log(writer, iteration, metrics, "return|success$|no_op|filtered"))
-        for t in [t for i, t in enumerate(played) if i < args.rollouts or t.fate != "ended"]:
-            ends = np.cumsum([0, *map(len, t.turns)])
-            logps = [fmean(t.logps[i:j]) for i, j in pairwise(ends)]
-            columns = zip(t.said, t.rewards, logps, strict=False)
-            turns = [{"action": a, "reply": r, "reward": x, "log-prob": p} for (a, r), x, p in columns]
-            sample = {"answer": t.answer, "return": t.total, "fate": t.fate, "text": t.text, "turns": turns}
-            state["samples"].append({"iteration": iteration} | sample)
-        with runs.saving(run, iteration):  # a full disk, for example, does not end the run
-            runs.write(run / "metrics.jsonl", state["metrics"])
-            runs.write(run / "rollouts.jsonl", state["samples"])
-            if iteration % args.save_every == 0 or is_last or stopped:
-                state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-                state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-                state["rng"], state["generator"] = rng.bit_generator.state, generator.get_state()
-                save(run, state, {"actor": (model, model.tokenizer)})
-        if stopped:
-            break
-    writer.close()
+        run.state["episodes"] += len(played)
+        metrics["time/rollout"] = rolled - began
+        metrics["time/update"] = time.time() - rolled
+        written = sum(len(t.logps) for t in played)
+        metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
+        if run.is_due(args.eval_every):
+            metrics |= evaluate(model, args, "dev", "eval/{}")
+        shown_rollouts = played[:K] + [t for t in played[K:] if t.fate != "ended"]
+        samples = [sample_of(t, iteration) for t in shown_rollouts]
+        run.log(metrics, shown, samples)
+        if run.is_due(args.save_every) or run.stopped:
+            run.save({"actor": model})
 
-    summary = {f"warm_start_{name}": figure for name, figure in state["warm_start"].items()}
-    summary |= {f"eval_{name}": figure for name, figure in state["evaluation"].items()}
-    for split in ["test-normal", "test-challenge"] if hasattr(worlds[0], "split") and not stopped else []:
-        figures = evaluate(model, args, split)
-        summary |= {f"{split}_{name}".replace("-", "_"): figure for name, figure in figures.items()}
-    summary |= {"episodes": state["episodes"], "seed": args.seed} | runs.facts()
-    summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-    runs.write(run / "summary.json", [summary], indent=2)
-    print(json.dumps(summary))
-    for world in worlds:
-        world.close()
-    return summary
+    tests = {}
+    if hasattr(world, "split") and not run.stopped:
+        tests |= evaluate(model, args, "test-normal", "test_normal_{}")
+        tests |= evaluate(model, args, "test-challenge", "test_challenge_{}")
+    for each in worlds:
+        each.close()
+    return run.finish(**tests)
 
 
 if __name__ == "__main__":

@@ -159,11 +159,11 @@ def main(args: Args) -> None:
             rollout = cpu_seconds(partial(play, model, tasks, 1, 128, 64, 0), args.repeats)
             options = loop_ppo.Args(minibatch=24, micro_batch=24, epochs=2, min_advantage=0.0, rollouts=6)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-            advantages = loop_ppo.advantages_of_groups(played, options)
-            step = (model, optimizer, advantages, options)
+            judged = loop_ppo.set_advantages(played, options.rollouts, options.normalise)
+            step = (model, optimizer, judged, options)
             update = cpu_seconds(partial(loop_ppo.update, *step, np.random.default_rng(0)), args.repeats)
             size = sum(p.numel() for p in model.parameters()) / 1e6
-            seen = options.epochs * sum(len(t.ids) for t in advantages)
+            seen = options.epochs * sum(len(t.ids) for t in judged)
             prompts = [t.ids[:128] for t in played]
             plain = 48 * 64 / cpu_seconds(partial(plain_rollout, model, prompts, 64), args.repeats)
             plain_step = (model, optimizer, *plain_rollout(model, prompts, 64), torch.randn(48), 24)

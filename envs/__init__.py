@@ -299,7 +299,7 @@ class VecTextEnv:
 
     def __init__(self, id: str, n: int, **options):
         if n < 1:
-            raise ValueError(f"{n} worlds of {id}: there must be at least one")
+            raise ValueError(f"{n} worlds: at least one must be played")
         self.envs = [make(id, **options) for _ in range(n)]
         self.observations = [""] * n
         self.terminated = [False] * n

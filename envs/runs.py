@@ -101,6 +101,10 @@ def check(args) -> None:
         raise ValueError(f"--seed {args.seed}: it must be at least 0")
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads}: it must be at least 1")
+    if getattr(args, "temperature", 1) <= 0:
+        raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
+    if getattr(args, "max_action_tokens", 1) < 1:
+        raise ValueError(f"--max-action-tokens {args.max_action_tokens}: it must be at least 1")
     check_device(args.device)
     wanted = Path(args.resume or args.runs).absolute()
     place = next(path for path in (wanted, *wanted.parents) if path.exists())

@@ -7,18 +7,15 @@ at a time, unpadded, by a plain forward pass.
 """
 
 import copy
+import inspect
 import itertools
 import json
 import math
-import os
 import re
-import resource
-import runpy
 import shutil
 import signal
-import sys
 import warnings
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 import gymnasium
@@ -28,6 +25,7 @@ import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
@@ -41,7 +39,7 @@ from transformers import (
 
 import archer
 import envs
-from envs import datasets
+from envs import datasets, runs
 
 ROOT = Path(archer.__file__).parent
 WORDS = ["ant", "bee", "cow", "dog"]
@@ -120,14 +118,20 @@ def toys():
         del envs.ENVS[toy.id]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
+@contextmanager
+def alone():
     """Bits repeat on one thread only; and `main` takes over Ctrl-C, which pytest wants back."""
     torch.set_num_threads(1)
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with alone():
+        yield
 
 
 BOTH = pytest.mark.parametrize("world", ["toy", "forgetful-toy"])
@@ -222,10 +226,11 @@ def small(**changes) -> archer.Args:
 def critic_of(actor, kind="decoder", seed=0, folders=None):
     """A critic whose values differ: its heads are random, not at their small start."""
     torch.manual_seed(seed)
-    body, tokenizer = copy.deepcopy(actor.base_model), actor.tokenizer
+    body = copy.deepcopy(actor.base_model)
+    body.tokenizer = actor.tokenizer
     if kind == "encoder":
-        body, tokenizer = archer.load(archer.transformers.AutoModel, folders["BERT"], small())
-    critic = archer.Critic(body, tokenizer, 0.5, "float32")
+        body = runs.load(AutoModel, folders["BERT"], small())
+    critic = archer.Critic(body, 0.5, "float32")
     for parameter in critic.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return critic
@@ -269,11 +274,16 @@ def states(dialogues) -> list[tuple[dict, int]]:
     return [(d, k) for d in dialogues for k in range(len(d["actions"]))]
 
 
+def cut_off(dialogue, k):
+    """A dialogue as it was before action k."""
+    return {"observations": dialogue["observations"][: k + 1], "actions": dialogue["actions"][:k]}
+
+
 @torch.no_grad()
 def value_alone(critic, dialogue, k, text):
     """V and Q [2] in float64 of one state and one utterance, in a batch of nothing else."""
-    alone = {"observations": dialogue["observations"][: k + 1], "actions": [*dialogue["actions"][:k], text]}
-    v_N2, q_N2 = critic([alone])
+    begun = cut_off(dialogue, k)
+    v_N2, q_N2 = critic([begun | {"actions": [*begun["actions"], text]}])
     return v_N2[k].double(), q_N2[k].double()
 
 
@@ -370,38 +380,68 @@ def test_E4_baseline_loss(numbers):
 # ----------------------------------------------------------------------------------- how text is laid out
 @BOTH
 def test_lay_out_is_text_and_ends_of_turn(actor, tokenizer, world):
-    """Every state stands behind the tokens that `before` spells, and every action ends with the end token."""
+    """Every state stands behind the tokens that `before` spells, and every action ends with the end token.
+
+    The prompts are those of the next actions, of each dialogue at any moment, before its first action, too.
+    """
     played, _ = play(world, actor)
-    rows, spans = archer.lay_out(played, tokenizer)
+    rows, spans, prompts = archer.lay_out(played, tokenizer)
     assert len(rows) == (8 if world == "toy" else len(spans)) and len(spans) == len(states(played))
-    for (d, k), (row, first, end) in zip(states(played), spans, strict=True):
-        assert rows[row][:first] == before(d, k, tokenizer, world == "toy")
-        assert rows[row][first:end] == [*archer.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id]
+    for (d, k), (row, start, stop) in zip(states(played), spans, strict=True):
+        assert rows[row][:start] == before(d, k, tokenizer, world == "toy")
+        assert rows[row][start:stop] == [*archer.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id]
+    assert prompts == [before(d, len(d["actions"]), tokenizer, world == "toy") for d in played]
+    begun = [cut_off(d, k) for d, k in states(played)]
+    _, spans, prompts = archer.lay_out(begun, tokenizer)
+    assert prompts == [before(d, k, tokenizer, world == "toy") for d, k in states(played)]
+    assert len(spans) == sum(len(d["actions"]) for d in begun)
     rows[0].append(5)  # what is cached is not handed out to be changed
     assert archer.lay_out(played, tokenizer)[0][0] == rows[0][:-1]
 
 
+def test_an_observation_written_anew_begins_a_row_wherever_it_comes(tokenizer):
+    """Also one that says nothing new, and the first of a dialogue that begins as the one before it ends."""
+    first = {"observations": ["a: ", "a: ant no\n", "b: ", "b: dog", "b: dogdog yes"]}
+    first["actions"] = ["ant", "cow", "dog", "dog"]
+    second = {"observations": ["b: dogdog yes, too", "c"], "actions": ["bee"]}
+    rows, spans, prompts = archer.lay_out([first, second], tokenizer)
+    assert [span.row for span in spans] == [0, 0, 1, 2, 3]
+    parts = [("a: ", "ant", " no\n", "cow"), ("b: ", "dog"), ("b: dog", "dog"), ("b: dogdog yes, too", "bee")]
+    for row, own in zip(rows, parts, strict=True):
+        expected = []
+        for i, text in enumerate(own):
+            expected += archer.encode(tokenizer, text) + [tokenizer.eos_token_id] * (i % 2)
+        assert row == expected
+    assert prompts == [rows[2] + archer.encode(tokenizer, " yes"), archer.encode(tokenizer, "c")]
+
+
+def test_no_dialogues_are_an_error_with_a_sentence(tokenizer):
+    with pytest.raises(ValueError, match="batches, pool and buffer must be at least 1"):
+        archer.lay_out([], tokenizer)
+
+
 def test_lay_out_spells_the_template_of_the_model(folders):
-    """A dialogue in the model's own words, to the token; what comes last is no state and stands nowhere."""
+    """A dialogue in the model's own words, to the token; what comes last is the prompt of the next action."""
     tokenizer = AutoTokenizer.from_pretrained(folders["CHAT"])
     d = {"observations": ["Hi: ", "Hi: a no\n", "Hi: a no\nb yes\n"], "actions": ["a", "b"]}
-    rows, spans = archer.lay_out([d], tokenizer)
-    said = [("user", "Hi: "), ("assistant", "a"), ("user", " no\n"), ("assistant", "b")]
+    (row,), spans, (prompt,) = archer.lay_out([d], tokenizer)
+    said = [("user", "Hi: "), ("assistant", "a"), ("user", " no\n"), ("assistant", "b"), ("user", " yes\n")]
     chat = [{"role": role, "content": text} for role, text in said]
-    whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert tokenizer.decode(rows[0]) == whole.removesuffix("\n")
-    assert [tokenizer.decode(rows[0][first:end]) for _, first, end in spans] == [
+    whole = tokenizer.apply_chat_template(chat[:4], tokenize=False)
+    assert tokenizer.decode(row) == whole.removesuffix("\n")
+    assert [tokenizer.decode(row[span.start : span.stop]) for span in spans] == [
         f"{x}<|endoftext|>" for x in "ab"
     ]
-    prompt = tokenizer.apply_chat_template(chat[:3], tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(rows[0][: spans[1][1]]) == prompt
+    for ids, n in ((row[: spans[1].start], 3), (prompt, 5)):
+        expected = tokenizer.apply_chat_template(chat[:n], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == expected
 
 
 def test_a_template_that_ends_turns_otherwise_is_an_error(folders):
     tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(folders["CHAT"]))
     tokenizer.eos_token = "<|im_start|>"
     with pytest.raises(ValueError, match=r"ends turns with another token than '<.im_start.>'"):
-        archer.chat_pieces(tokenizer)
+        runs.chat_pieces(tokenizer)
 
 
 def test_spoken_is_what_the_world_takes(tokenizer):
@@ -416,35 +456,91 @@ def test_spoken_is_what_the_world_takes(tokenizer):
             assert world.step(text)[-1]["action"] == archer.spoken(tokenizer, ids)
 
 
-def test_a_fork_sees_its_past_and_nothing_else(tokenizer):
-    """Naive visibility: a token sees those whose path it continues, and stands where the path is so long."""
-    d = {"observations": ["red: ", "red: ant no\nb: ", ""], "actions": ["ant", "bee"]}
-    other = {"observations": ["white: ", ""], "actions": [""]}
-    said = [[9, 8, 7], [5], [4, 3]]
-    rows, spans = archer.lay_out([d, other], tokenizer)
-    (ids, position, visible), row_N, columns = archer.pack([d, other], tokenizer, said)
-    assert row_N == [0, 0, 1]
-    path = {(b, c): list(range(c + 1)) for b, row in enumerate(rows) for c in range(len(row))}
-    for (b, start, _), own, utterance in zip(spans, columns, said, strict=True):
-        assert own[0] == start - 1 and ids[b, own[1:]].tolist() == utterance
-        path |= {(b, c): [*range(start), *own[1 : i + 2]] for i, c in enumerate(own[1:])}
-    for (b, c), sees in path.items():
-        assert visible[b, c].nonzero().flatten().tolist() == sees and position[b, c] == len(sees) - 1
-    _, _, columns = archer.pack([d, other], tokenizer)
-    assert columns == [list(range(first - 1, end)) for _, first, end in spans]
+DIALOGUES = [
+    {"observations": ["red: ", "red: ant no\nb: ", ""], "actions": ["ant", "bee"]},
+    {"observations": ["white: ", "anew: ", "anew: cow, "], "actions": ["", "cow"]},  # a row for each state
+]
+FORKS = [[9, 8, 7], [5], [4, 3], [2, 0]]
+
+
+@pytest.mark.parametrize("forks", [None, FORKS], ids=["actions", "forks"])
+def test_packed_columns_are_those_of_a_loop_over_utterances(tokenizer, forks):
+    """A token sees those whose path it continues, and no other, and stands where the path is so long."""
+    rows, spans, _ = archer.lay_out(DIALOGUES, tokenizer)
+    packed = archer.pack(DIALOGUES, tokenizer, forks)
+    kept = list(map(len, rows))
+    paths = {(b, c): list(range(c + 1)) for b, row in enumerate(rows) for c in range(len(row))}
+    owner, before_it, column = [], [], []
+    for n, (b, start, stop) in enumerate(spans):
+        said, first = (rows[b][start:stop], start) if forks is None else (forks[n], kept[b])
+        own = list(range(first, first + len(said)))
+        if forks is not None:
+            kept[b] += len(said)  # the next fork stands behind it
+            paths |= {(b, c): [*range(start), *own[: i + 1]] for i, c in enumerate(own)}
+        assert packed.ids_BT[b, own].tolist() == said
+        assert (packed.row_N[n], packed.state_N[n], packed.end_N[n]) == (b, start - 1, own[-1])
+        owner += [n] * len(own)
+        before_it += [start - 1, *own[:-1]]
+        column += own
+    assert packed.owner_M.tolist() == owner and packed.column_M.tolist() == column
+    assert packed.before_M.tolist() == before_it
+    assert packed.ids_BT.shape == (3, max(kept)) and [span.row for span in spans] == [0, 0, 1, 2]
+    for (b, c), sees in paths.items():
+        assert packed.visible_BTT[b, c].nonzero().flatten().tolist() == sees
+        assert packed.position_BT[b, c] == len(sees) - 1
+
+
+def test_visibility_is_that_of_the_example_in_the_text_of_pack():
+    """And of a loop over pairs of tokens, for a row with another number of forks, and padding."""
+    lines = re.findall(r"^ +(?:position|fork|start) +([-\d ]+)", archer.pack.__doc__, re.M)
+    shown = [[int(x.replace("-", str(archer.ROW))) for x in line.split()] for line in lines]
+    other = [[0, 1, 2, 3, 2, 3, 0, 0, 0], [-1, -1, -1, -1, 1, 1, -2, -2, -2], [0, 0, 0, 0, 2, 2, 0, 0, 0]]
+    assert [len(row) for row in shown] == [9] * 3 and (archer.ROW, archer.PADDING) == (-1, -2)
+    tensors = [torch.tensor(pair) for pair in zip(shown, other, strict=True)]
+    visible_BTT = archer.visibility(*tensors)
+    position_BT, fork_BT, start_BT = (tensor.tolist() for tensor in tensors)
+    for b, query, key in itertools.product(range(2), range(9), range(9)):
+        own = fork_BT[b][query] == fork_BT[b][key] and key <= query
+        past = fork_BT[b][key] == archer.ROW and position_BT[b][key] < start_BT[b][query]
+        assert visible_BTT[b, query, key] == (own or past)
+    assert ["".join(".x"[x] for x in row) for row in visible_BTT[0].int().tolist()] == [
+        "x........",
+        "xx.......",
+        "xxx......",
+        "xxxx.....",
+        "xxxxx....",
+        "xx...x...",
+        "xx...xx..",
+        "xxxx...x.",
+        "xxxx...xx",
+    ]
+
+
+def test_pad_and_flat():
+    assert archer.pad([[1, 2, 3], [4]], -2).tolist() == [[1, 2, 3], [4, -2, -2]]
+    assert archer.pad([[1], [4, 0]]).tolist() == [[1, 0], [4, 0]]
+    assert archer.flat([{"a": [3, 1]}, {"a": []}, {"a": [2]}], "a") == [3, 1, 2]
 
 
 # ------------------------------------------------------- sampler, scorer and a plain forward pass agree
-def heard(monkeypatch) -> list:
-    """Of every call of `speak`: rows, starts, whether greedy, what it wrote, and its log-probs."""
-    calls, speak = [], archer.speak
+def named(function, given, options) -> dict:
+    """The arguments of a call, by their names."""
+    bound = inspect.signature(function).bind(*given, **options)
+    bound.apply_defaults()
+    return bound.arguments
 
-    def listen(actor, rows, starts, args, generator, greedy=False):
-        written, logp_N = speak(actor, rows, starts, args, generator, greedy)
-        calls.append((rows, starts, greedy, written, logp_N.tolist()))
-        return written, logp_N
 
-    monkeypatch.setattr(archer, "speak", listen)
+def heard(monkeypatch) -> list[dict]:
+    """Of every call of `generate`: its arguments, the utterances that it wrote and their log-probs."""
+    calls, generate = [], archer.generate
+
+    def listen(*given, **options):
+        utterances, logps = generate(*given, **options)
+        call = named(generate, given, options) | {"utterances": utterances, "logps": logps}
+        calls.append(call)
+        return utterances, logps
+
+    monkeypatch.setattr(archer, "generate", listen)
     return calls
 
 
@@ -460,9 +556,9 @@ def test_sampled_logp_is_the_plain_logp(actor, tokenizer, world, temperature, mo
     calls = heard(monkeypatch)
     played, nll = play(world, actor, temperature=temperature)
     said, expected = [], []
-    for turn, (rows, starts, _, written, _) in enumerate(calls):
+    for turn, call in enumerate(calls):
         alive = [d for d in played if len(d["actions"]) > turn]
-        for d, row, start, ids in zip(alive, rows, starts, written, strict=True):
+        for d, row, start, ids in zip(alive, call["rows"], call["starts"], call["utterances"], strict=True):
             assert row == before(d, turn, tokenizer, world != "forgetful-toy") and start == [len(row)]
             expected.append(-sum(plain_logps(actor, row, ids, temperature)))
             said.append((tokenizer.decode(ids, skip_special_tokens=True), d["actions"][turn]))
@@ -477,26 +573,38 @@ def test_sampled_logp_is_the_plain_logp(actor, tokenizer, world, temperature, mo
 def test_fresh_utterances_and_score_are_the_plain_logp(actor, tokenizer, world, temperature, monkeypatch):
     """Sampled log-prob = scored log-prob = that of a plain pass; and they come in the order of the states.
 
-    Many forks on one padded row, in more rows than are read at once.
+    Many forks on one padded row.
     """
     calls = heard(monkeypatch)
     played, _ = play(world, actor, n=36)
     calls.clear()
     fresh = fresh_for(played, actor, temperature=temperature)
-    logps = [logp for call in calls for logp in call[-1]]
-    assert [ids for call in calls for ids in call[3]] == fresh and len(fresh) == len(states(played))
+    assert [ids for call in calls for ids in call["utterances"]] == fresh
+    logps = [logp for call in calls for logp in call["logps"]]
+    assert len(logps) == len(fresh) == len(states(played))
     with torch.no_grad():
-        args = small(temperature=temperature)
-        logits_MV, token_M, hidden_MH, owner_M = archer.score(actor, played, fresh, args)
-    scored = logits_MV.log_softmax(-1)[torch.arange(len(token_M)), token_M]
+        scored = archer.score(actor, played, fresh, temperature, "float32")
+    logits_MV, token_M, hidden_MH, owner_M = scored
+    logp_M = logits_MV.log_softmax(-1)[torch.arange(len(token_M)), token_M]
     assert token_M.tolist() == [token for ids in fresh for token in ids]
-    assert owner_M.tolist() == [n for n, ids in enumerate(fresh) for _ in ids] and len(hidden_MH) == len(
-        owner_M
-    )
+    assert owner_M.tolist() == [n for n, ids in enumerate(fresh) for _ in ids]
+    assert len(hidden_MH) == len(owner_M)
     for n, (d, k) in enumerate(states(played)):
         expected = plain_logps(actor, before(d, k, tokenizer, world == "toy"), fresh[n], temperature)
         assert logps[n] == pytest.approx(sum(expected), abs=1e-4)
-        assert scored[owner_M == n].tolist() == pytest.approx(expected, abs=1e-4)
+        assert logp_M[owner_M == n].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_more_rows_than_are_read_at_once(actor, tokenizer, monkeypatch):
+    """All of them in their order, and of none more than its states."""
+    played = Toy().demonstrations(8, seed=0) * 25
+    calls = heard(monkeypatch)
+    fresh = fresh_for(played, actor, max_action_tokens=1)
+    rows, spans, _ = archer.lay_out(played, tokenizer)
+    assert len(calls) > 1 and max(len(archer.flat([call], "utterances")) for call in calls) < 600
+    assert archer.flat(calls, "rows") == rows and archer.flat(calls, "utterances") == fresh
+    starts = [start for call in calls for own in call["starts"] for start in own]
+    assert starts == [span.start for span in spans] and len(fresh) == len(spans)
 
 
 @BOTH
@@ -505,7 +613,7 @@ def test_score_of_the_actions_taken(actor, tokenizer, world):
     played, _ = play(world, actor)
     taken = [[*archer.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id] for d, k in states(played)]
     with torch.no_grad():
-        stands, forks = (archer.score(actor, played, said, small()) for said in (None, taken))
+        stands, forks = (archer.score(actor, played, said, 0.7, "float32") for said in (None, taken))
     assert torch.allclose(stands[0], forks[0], atol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(stands[1::2], forks[1::2], strict=True))
 
@@ -515,7 +623,7 @@ def test_utterances_stop_at_the_end_of_turn_and_only_there(actor, tokenizer, mon
     calls = heard(monkeypatch)
     actor.lm_head.bias.data[tokenizer.eos_token_id] += 3.0
     played, _ = play("toy", actor, n=40)
-    written = [ids for call in calls for ids in call[3]] + fresh_for(played, actor)
+    written = [ids for call in calls for ids in call["utterances"]] + fresh_for(played, actor)
     assert all(tokenizer.eos_token_id not in ids[:-1] for ids in written)
     assert all(ids[-1] == tokenizer.eos_token_id or len(ids) == 6 for ids in written)
     assert {len(ids) for ids in written} >= {1, 2, 3, 6}
@@ -528,21 +636,59 @@ def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     N, args, row = 20_000, small(max_action_tokens=1, temperature=0.7), archer.encode(tokenizer, "red: ")
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([row])).logits[0, -1].double() / 0.7).softmax(-1)
-    written, _ = archer.speak(actor, [row], [[len(row)] * N], args, torch.Generator().manual_seed(1))
-    counts, expected = torch.bincount(torch.tensor(written).flatten(), minlength=len(p)).double(), N * p
+    rows, starts = [row] * (N // 10), [[len(row)] * 10] * (N // 10)
+    written, _ = archer.generate(actor, rows, starts, args, torch.Generator().manual_seed(1))
+    assert chi_square(torch.tensor(written).flatten(), p) < 4
+
+
+def chi_square(token_N, p_V) -> float:
+    """How many standard deviations the chi-square of tokens is above what it is of draws from p."""
+    counts, expected = torch.bincount(token_N, minlength=len(p_V)).double(), len(token_N) * p_V
     rare = expected < 5  # too few for a chi-square: they make one class together
     counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    chi_square, freedom = ((counts - expected) ** 2 / expected).sum().item(), len(counts) - 1
-    assert freedom > 50 and chi_square < freedom + 4 * math.sqrt(2 * freedom)
+    freedom = len(counts) - 1
+    assert freedom > 50
+    return (((counts - expected) ** 2 / expected).sum().item() - freedom) / math.sqrt(2 * freedom)
+
+
+def test_sample_tokens():
+    """Each row of its own softmax, by the given generator alone; the log-prob is that of the token."""
+    torch.manual_seed(0)
+    logits_2V = 2 * torch.randn(2, 100)
+    logits_NV = logits_2V.repeat(10_000, 1)
+    logp_2V = logits_2V.double().log_softmax(-1)
+    for greedy in (False, True):
+        token_N, logp_N = archer.sample_tokens(logits_NV, torch.Generator().manual_seed(1), greedy)
+        again_N, _ = archer.sample_tokens(logits_NV, torch.Generator().manual_seed(1), greedy)
+        other_N, _ = archer.sample_tokens(logits_NV, torch.Generator().manual_seed(2), greedy)
+        assert torch.equal(token_N, again_N) and torch.equal(token_N, other_N) == greedy
+        for row in range(2):
+            own_N = token_N[row::2]
+            assert torch.allclose(logp_N[row::2].double(), logp_2V[row, own_N], atol=1e-5)
+            if greedy:
+                assert (own_N == logits_2V[row].argmax()).all()
+            else:
+                assert chi_square(own_N, logp_2V[row].exp()) < 4
+
+
+def test_no_token_without_probability_is_drawn(monkeypatch):
+    """Also not where the uniform number is 0 or close to 1, or the sum falls short of it."""
+    logits_NV = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]]).expand(4, -1)
+    u_N1 = torch.tensor([[0.0], [0.4999], [0.5001], [1 - 2**-24]])
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: u_N1)
+    assert archer.sample_tokens(logits_NV, torch.Generator(), False)[0].tolist() == [1, 1, 3, 3]
 
 
 def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
     """Token by token; whatever the generator says."""
     rows = [archer.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
     starts = [[len(row) - 1, len(row)] for row in rows]
-    written, _ = archer.speak(actor, rows, starts, small(), torch.Generator().manual_seed(7), greedy=True)
-    for ids, context in zip(written, [rows[0][:-1], rows[0], rows[1][:-1], rows[1]], strict=True):
+    generator = torch.Generator().manual_seed(7)
+    utterances, logps = archer.generate(actor, rows, starts, small(), generator, greedy=True)
+    contexts = [rows[0][:-1], rows[0], rows[1][:-1], rows[1]]
+    for ids, logp, context in zip(utterances, logps, contexts, strict=True):
+        assert logp == pytest.approx(sum(plain_logps(actor, context, ids)), abs=1e-4)
         for k in range(len(ids)):
             with torch.no_grad():
                 logits = actor(input_ids=torch.tensor([context + ids[:k]])).logits[0, -1]
@@ -553,9 +699,9 @@ def test_bfloat16_computes_so_but_keeps_small_steps(actor, folders):
     """Fails with parameters in bfloat16, which a step of 1e-5 leaves where they are, and if nothing computes
     so."""
     played, _ = play("toy", actor)
-    fresh, rough = fresh_for(played, actor), small(dtype="bfloat16")
-    exact_MV = archer.score(actor, played, fresh, small())[0]
-    logits_MV = archer.score(actor, played, fresh, rough)[0]
+    fresh = fresh_for(played, actor)
+    exact_MV = archer.score(actor, played, fresh, 1.0, "float32")[0]
+    logits_MV = archer.score(actor, played, fresh, 1.0, "bfloat16")[0]
     assert logits_MV.dtype == torch.float32 and 1e-4 < (logits_MV - exact_MV).abs().max() < 1
     before_it = copy.deepcopy(actor.state_dict())
     optimizer = torch.optim.Adam(actor.parameters(), lr=1e-5)
@@ -576,10 +722,11 @@ def test_the_sampler_in_bfloat16_is_the_scorer_in_bfloat16(actor, monkeypatch):
     calls.clear()
     fresh = fresh_for(played, actor, dtype="bfloat16")
     with torch.no_grad():
-        logits_MV, token_M, _, owner_M = archer.score(actor, played, fresh, small(dtype="bfloat16"))
+        logits_MV, token_M, _, owner_M = archer.score(actor, played, fresh, 1.0, "bfloat16")
     logp_M = logits_MV.log_softmax(-1)[torch.arange(len(token_M)), token_M]
     scored = torch.zeros(len(fresh)).index_add(0, owner_M, logp_M)
-    assert (scored - torch.tensor(calls[0][-1])).abs().mean() < 0.1
+    (call,) = calls
+    assert (scored - torch.tensor(call["logps"])).abs().mean() < 0.1
 
 
 # -------------------------------------------------------------------- a batch is no more than its parts
@@ -595,7 +742,7 @@ def test_score_of_a_batch_is_that_of_its_parts(actor, world):
     def logits(which):
         said = [ids for i in which for ids in own[i]]
         sizes = [sum(map(len, own[i])) for i in which]
-        found = archer.score(actor, [played[i] for i in which], said, small())[0].split(sizes)
+        found = archer.score(actor, [played[i] for i in which], said, 1.0, "float32")[0].split(sizes)
         return dict(zip(which, found, strict=True))
 
     together, backwards = logits(range(8)), logits(range(7, -1, -1))
@@ -643,7 +790,7 @@ def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
     said = [[0], [5, 0, 0, 7, 0], [0, 0]]
     assert archer.encode(tokenizer, text).count(0) == 1
     with torch.no_grad():
-        logits_MV, token_M, _, _ = archer.score(actor, [d, other], said, small())
+        logits_MV, token_M, _, _ = archer.score(actor, [d, other], said, 1.0, "float32")
     logp = logits_MV.log_softmax(-1)[torch.arange(len(token_M)), token_M].tolist()
     contexts = [
         before(d, 0, tokenizer, True),
@@ -654,16 +801,14 @@ def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
     assert logp == pytest.approx([x for part in expected for x in part], abs=1e-4)
 
 
-def test_models_are_loaded_without_dropout_in_float32(folders, tokenizer, tmp_path):
+def test_models_are_loaded_without_dropout_in_float32(tokenizer, tmp_path):
     """A checkpoint's own dropout would make the scorer another policy than the sampler."""
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)
     assert config.resid_pdrop > 0
     GPT2LMHeadModel(config).bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    for source in (str(tmp_path), *(folders[name] for name in ("GPT2", "BERT"))):
-        auto = archer.transformers.AutoModel if "BERT" in source else AutoModelForCausalLM
-        model, _ = archer.load(auto, source, small())
-        assert not any(module.training for module in model.modules()) and model.dtype == torch.float32
+    model = runs.load(AutoModelForCausalLM, str(tmp_path), small())
+    assert not any(module.training for module in model.modules()) and model.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------- the updates
@@ -691,8 +836,8 @@ def test_critic_reads_what_it_should(actor, world, kind, folders):
                 v_H, a_H = (body(input_ids=ids).last_hidden_state[0, 0] for ids in texts)
                 q_H = torch.cat([v_H, a_H])
             v, q = (
-                torch.cat([h(x) for h in heads])
-                for heads, x in ((critic.v_heads, v_H), (critic.q_heads, q_H))
+                torch.cat([twins.first(x), twins.second(x)])
+                for twins, x in ((critic.v_heads, v_H), (critic.q_heads, q_H))
             )
             assert torch.allclose(v_N2[n], v, atol=1e-4) and torch.allclose(q_N2[n], q, atol=1e-4)
             assert abs(v[0] - v[1]) > 1e-3 and abs(q[0] - q[1]) > 1e-3  # twins, not copies
@@ -726,13 +871,8 @@ def test_critic_update_is_E1_and_E2(actor, world, loss):
     """
     played = with_rewards(play(world, actor, n=4)[0])  # tasks 0 and 2 terminate, 1 and 3 are cut off
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
-    args, q_terms, v_terms, first, flat = (
-        small(gamma=0.8, critic_loss=loss, expectile=0.7, polyak=0.0),
-        [],
-        [],
-        [],
-        [],
-    )
+    args = small(gamma=0.8, critic_loss=loss, expectile=0.7, polyak=0.0)
+    q_terms, v_terms, errors, all_returns = [], [], [], []
     for d in played:
         n = len(d["actions"])
         returns = [sum(0.8 ** (j - k) * d["rewards"][j] for j in range(k, n)) for k in range(n)]
@@ -745,14 +885,13 @@ def test_critic_update_is_E1_and_E2(actor, world, loss):
             gap = (returns[k] if loss == "mc" else value_alone(target, d, k, said)[1]) - v
             share = 0.7 if loss == "iql" else 0.5
             v_terms.append(sum((share if g > 0 else 1 - share) * g.item() ** 2 for g in gap))
-            flat.append((v.mean().item() - returns[k], returns[k]))
-            first += [flat[-1][0]] if k == 0 else []
+            errors.append(v.mean().item() - returns[k])
+            all_returns.append(returns[k])
     metrics = archer.critic_update(critic, target, still(critic), played, args)
     assert metrics["critic/q_loss"] == pytest.approx(np.mean(q_terms), rel=1e-4)
     assert metrics["critic/v_loss"] == pytest.approx(np.mean(v_terms), rel=1e-4)
-    assert metrics["critic/bias"] == pytest.approx(np.mean(first), rel=1e-4)
-    errors, all_returns = np.array(flat).T
-    explained = 1 - errors.var(ddof=1) / all_returns.var(ddof=1)
+    assert metrics["critic/bias"] == pytest.approx(np.mean(errors), rel=1e-4)
+    explained = 1 - np.var(errors) / np.var(all_returns)
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-3)
 
 
@@ -783,14 +922,14 @@ def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
 def test_updates_warn_of_nothing(actor):
     """What a run prints on stderr is for errors."""
     played, baseline = with_rewards(play("toy", actor, n=4)[0]), archer.mlp(32, 32, 0.3)
-    critic, start, args = critic_of(actor), copy.deepcopy(actor), small()
+    critic, ref_model, args = critic_of(actor), copy.deepcopy(actor), small()
     torch.set_warn_always(True)  # not in the first test of a process only
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, args)
             options = (still(actor, baseline), played, args, torch.Generator())
-            archer.actor_update(actor, start, critic, baseline, *options)
+            archer.actor_update(actor, ref_model, critic, baseline, *options)
     finally:
         torch.set_warn_always(False)
 
@@ -798,11 +937,22 @@ def test_updates_warn_of_nothing(actor):
 def test_D4_a_new_critic_says_the_value_that_it_is_given(actor, folders):
     """Near enough: only the last bias is set, what lies before it is drawn."""
     played, _ = play("toy", actor, n=4)
-    bert, tokenizer = archer.load(archer.transformers.AutoModel, folders["BERT"], small())
-    for body, own in ((actor.base_model, actor.tokenizer), (bert, tokenizer)):
+    actor.base_model.tokenizer = actor.tokenizer
+    for body in (actor.base_model, runs.load(AutoModel, folders["BERT"], small())):
         with torch.no_grad():
-            v_N2, q_N2 = archer.Critic(body, own, -40.0, "float32")(played)
+            v_N2, q_N2 = archer.Critic(body, -40.0, "float32")(played)
         assert (v_N2 + 40).abs().max() < 3 and (q_N2 + 40).abs().max() < 3
+
+
+def test_twins_are_two_networks_side_by_side():
+    torch.manual_seed(0)
+    twins, x = archer.Twins(3, 8, -7.0), torch.randn(5, 3)
+    y_52 = twins(x)
+    assert torch.equal(y_52, torch.stack([twins.first(x)[:, 0], twins.second(x)[:, 0]], -1))
+    assert not torch.allclose(y_52[:, 0], y_52[:, 1], atol=1e-3) and (y_52 + 7).abs().max() < 2
+    y_52[:, 1].sum().backward()
+    assert gradient(twins.first).norm() == 0 < gradient(twins.second).norm()
+    assert [layer.bias[0].item() for layer in (twins.first[-1], twins.second[-1])] == [-7.0, -7.0]
 
 
 CHANGES = [
@@ -820,12 +970,11 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
     included.
 
     And no more than that: what the baseline learns (E4) moves the baseline only, the advantage is a number,
-    and
-    the KL divergence is that of the actor from the actor of the start, not the other way round (D1).
+    and the KL divergence is that of the actor from the actor of the start, not the other way round (D1).
     """
     played, _ = play(world, actor, n=4)
-    critic, twin, start = critic_of(actor), copy.deepcopy(actor), copy.deepcopy(actor)
-    for parameter in start.parameters():
+    critic, twin, ref_model = critic_of(actor), copy.deepcopy(actor), copy.deepcopy(actor)
+    for parameter in ref_model.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     args, baseline = small(max_grad_norm=1e9, **changes), archer.mlp(32, 32, 0.3)
     fresh = fresh_for(played, actor, seed=9, temperature=args.temperature)
@@ -838,15 +987,13 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
     for (d, k), ids, weight in zip(states(played), fresh, weights, strict=True):
         context = before(d, k, tokenizer, world == "toy")
         tokens, at = torch.tensor([context + ids]), slice(len(context) - 1, -1)
-        logp, start_logp = (
-            (x(input_ids=tokens).logits[0, at] / args.temperature).log_softmax(-1) for x in (twin, start)
+        logp, ref_logp = (
+            (x(input_ids=tokens).logits[0, at] / args.temperature).log_softmax(-1) for x in (twin, ref_model)
         )
-        b = (
-            baseline(twin.base_model(input_ids=tokens).last_hidden_state[0, at].detach())[:, 0]
-            * args.baseline
-        )
+        hidden = twin.base_model(input_ids=tokens).last_hidden_state[0, at]
+        b = baseline(hidden.detach())[:, 0] * args.baseline
         loss = loss - (logp[range(len(ids)), ids] * (weight - b.detach())).sum() / N
-        kl = kl + (logp.exp() * (logp - start_logp.detach())).sum() / N
+        kl = kl + (logp.exp() * (logp - ref_logp.detach())).sum() / N
         entropy -= (logp.exp() * logp).sum().item() / N
         fit = fit + ((weight - b) ** 2).mean() / N
     (loss + args.kl * kl).backward()
@@ -857,7 +1004,7 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
 
     generator = torch.Generator().manual_seed(9)
     options = (still(actor, baseline), played, args, generator)
-    metrics = archer.actor_update(actor, start, critic, baseline, *options)
+    metrics = archer.actor_update(actor, ref_model, critic, baseline, *options)
     assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
     assert metrics["actor/kl"] == pytest.approx(kl.item(), rel=1e-3) and metrics["actor/kl"] > 0
     assert metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-4)
@@ -866,7 +1013,7 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
     assert metrics["actor/baseline_loss"] == pytest.approx(fit.item() if args.baseline else 0.0, rel=1e-4)
     assert (gradient(actor) - expected).norm() < 1e-3 * expected.norm()
     assert metrics["actor/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-3)
-    assert gradient(critic).norm() == 0 and gradient(start).norm() == 0
+    assert gradient(critic).norm() == 0 and gradient(ref_model).norm() == 0
     if args.baseline:
         assert torch.allclose(gradient(baseline), twin_baseline, rtol=1e-3, atol=1e-5)
     else:
@@ -885,13 +1032,14 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
         output.last_hidden_state.retain_grad()
         outputs.append(output.last_hidden_state)
 
-    critic, start = critic_of(actor), copy.deepcopy(actor).requires_grad_(False)
+    critic, ref_model = critic_of(actor), copy.deepcopy(actor).requires_grad_(False)
     actor.base_model.register_forward_hook(keep)
     baseline, args = archer.mlp(32, 32, 0.0), small(kl=0.0)
-    archer.actor_update(actor, start, critic, baseline, still(actor, baseline), played, args, None)
-    (hidden,), (_, row_N, columns) = outputs, archer.pack(played, tokenizer, fresh)
+    archer.actor_update(actor, ref_model, critic, baseline, still(actor, baseline), played, args, None)
+    (hidden,), packed = outputs, archer.pack(played, tokenizer, fresh)
+    row_M = packed.row_N[packed.owner_M]
     for row in range(4):
-        expected = {c for own, b in zip(columns, row_N, strict=True) if b == row for c in own[:-1]}
+        expected = set(packed.before_M[row_M == row].tolist())
         assert set(hidden.grad[row].abs().sum(-1).nonzero().flatten().tolist()) == expected
 
 
@@ -902,14 +1050,14 @@ def test_1x8_is_8x1(actor, monkeypatch):
     fresh = fresh_for(played, actor)
     first = np.cumsum([0, *(len(d["actions"]) for d in played)])
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
-    start, baseline = copy.deepcopy(actor), archer.mlp(32, 32, 0.3)
+    ref_model, baseline = copy.deepcopy(actor), archer.mlp(32, 32, 0.3)
     args = small(center=False, max_grad_norm=1e9, polyak=0.0)  # the mean of D3 is one of the batch
 
     def results(which):
         said = [ids for i in which for ids in fresh[first[i] : first[i + 1]]]
         monkeypatch.setattr(archer, "fresh_utterances", lambda *_: said)
         part, optimizer = [played[i] for i in which], still(actor, baseline)
-        a = archer.actor_update(actor, start, critic, baseline, optimizer, part, args, None)
+        a = archer.actor_update(actor, ref_model, critic, baseline, optimizer, part, args, None)
         c = archer.critic_update(critic, target, still(critic), part, args)
         figures = [a["actor/loss"], a["actor/kl"], c["critic/q_loss"], c["critic/v_loss"]]
         return torch.cat([torch.tensor(figures), gradient(actor), gradient(critic)])
@@ -936,11 +1084,24 @@ def test_gradients_are_clipped_and_nan_is_an_error():
     assert all(torch.equal(before_it[name], value) for name, value in module.state_dict().items())
 
 
+@pytest.mark.parametrize("loss", ["value_loss", "reinforce_loss"])
+def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
+    right = getattr(archer, loss)
+    monkeypatch.setattr(archer, loss, lambda *given: right(*given) * math.nan)
+    played, critic = with_rewards(play("toy", actor, n=2)[0]), critic_of(actor)
+    baseline = archer.mlp(32, 32, 0.0)
+    who = "critic" if loss == "value_loss" else "actor"
+    with pytest.raises(ArithmeticError, match=f"the {who} diverged .*nan"):
+        archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, small())
+        generator = torch.Generator()
+        archer.actor_update(actor, actor, critic, baseline, still(actor), played, small(), generator)
+
+
 # ------------------------------------------------------------------------------------- what `main` hands on
 class Spy:
     """What every part of a run was given and gave back, in the order of the calls."""
 
-    NAMES = ("rollout", "speak", "fresh_utterances", "score", "critic_update", "actor_update", "evaluate")
+    NAMES = ("rollout", "generate", "fresh_utterances", "score", "critic_update", "actor_update", "evaluate")
 
     def __init__(self, patch):
         self.calls, self.open = [], []
@@ -948,22 +1109,20 @@ class Spy:
             patch.setattr(archer, name, self.wrap(name, getattr(archer, name)))
 
     def wrap(self, name, real):
-        def called(*given, **named):
-            call = {"name": name, "given": given, "within": [x["name"] for x in self.open], "inside": []}
-            call["state"] = self.look(name, given)
+        def called(*given, **options):
+            call = {"name": name, "within": [outer["name"] for outer in self.open], "inside": []}
+            call["given"] = named(real, given, options)
+            call["state"] = self.look(name, call["given"])
             for outer in self.open:
                 outer["inside"].append(call)
             self.open.append(call)
             self.calls.append(call)
             try:
-                result = real(*given, **named)
+                result = real(*given, **options)
             finally:
                 self.open.pop()
-            # the first dialogues become the buffer, which grows
-            call |= {
-                "iteration": self.iteration,
-                "result": result if name != "rollout" else (list(result[0]), result[1]),
-            }
+            call["result"] = result if name != "rollout" else (list(result[0]), result[1])  # the buffer grows
+            call["iteration"] = self.iteration
             return result
 
         return called
@@ -971,23 +1130,25 @@ class Spy:
     @staticmethod
     def look(name, given):
         """A copy of what changes later."""
-        if name == "critic_update":
-            critic, target = given[:2]
-            return {
-                "critic": copy.deepcopy(critic.state_dict()),
-                "target": copy.deepcopy(target.state_dict()),
-            }
+        models = {"critic_update": ("critic", "target_critic"), "actor_update": ("actor", "ref_model")}
+        state = {key: copy.deepcopy(given[key].state_dict()) for key in models.get(name, ())}
         if name == "actor_update":
-            actor, start = given[:2]
-            state = {"actor": copy.deepcopy(actor.state_dict()), "start": copy.deepcopy(start.state_dict())}
-            return state | {"rate": given[4].param_groups[0]["lr"]}
-        return {"generator": given[3].get_state()} if name == "fresh_utterances" else {}
+            state["lr"] = given["optimizer"].param_groups[0]["lr"]
+        if name == "fresh_utterances":
+            state["generator"] = given["generator"].get_state()
+        return state
 
     @property
     def iteration(self):
         """0 while the first dialogues are played; every iteration begins with dialogues of its own."""
-        own = [c for c in self.calls if c["name"] == "rollout" and "evaluate" not in c["within"]]
-        return len(own) - 1
+        return len(self.own_rollouts()) - 1
+
+    def own_rollouts(self):
+        return [call for call in self.of("rollout") if "evaluate" not in call["within"]]
+
+    def pools(self):
+        """Of each iteration, the call that writes the utterances of E2."""
+        return [call for call in self.of("fresh_utterances") if "actor_update" not in call["within"]]
 
     def of(self, name, within=None):
         return [c for c in self.calls if c["name"] == name and (within is None or within in c["within"])]
@@ -995,20 +1156,15 @@ class Spy:
 
 SPIED = {"iterations": 5, "rollouts": 4, "warmup": 2, "critic_updates": 4, "critic_batch": 24}
 SPIED |= {"critic_pool": 64, "actor_updates": 3, "actor_batch": 16, "actor_lr": 3e-3}
-SPIED |= {"eval_every": 5, "eval_episodes": 8}
+SPIED |= {"eval_every": 5, "eval_episodes": 8, "polyak": 0.1}
 
 
 @pytest.fixture(scope="module")
 def spied(folders, tmp_path_factory):
     """A run of five iterations, two of them warm-up, and all that was handed on in it."""
-    torch.set_num_threads(1)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
+    with alone(), pytest.MonkeyPatch.context() as patch:
         spy = Spy(patch)
-        spy.args = small(runs=tmp_path_factory.mktemp("spied"), actor=folders["LLAMA"], **SPIED)
-        spy.summary = archer.main(spy.args)
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+        spy.folder, spy.summary = go(tmp_path_factory.mktemp("spied"), folders, **SPIED)
     return spy
 
 
@@ -1019,32 +1175,41 @@ def which(dialogue) -> int:
 
 def played_in(spy) -> list[set[int]]:
     """Of each iteration, the dialogues that were played in it; the first of all are those of iteration 0."""
-    own = [call for call in spy.of("rollout") if "evaluate" not in call["within"]]
-    return [{which(d) for d in call["result"][0]} for call in own]
+    return [{which(d) for d in call["result"][0]} for call in spy.own_rollouts()]
 
 
 def test_a_run_has_as_many_updates_and_dialogues_as_it_should(spied):
-    played = [call for call in spied.of("rollout") if "evaluate" not in call["within"]]
-    assert [len(call["result"][0]) for call in played] == [4] * 6
+    played = spied.own_rollouts()
+    assert [len(call["result"][0]) for call in played] == [4] * 6 and spied.summary["episodes"] == 24
     assert [c["iteration"] for c in spied.of("critic_update")] == [n for n in range(1, 6) for _ in range(4)]
     assert [c["iteration"] for c in spied.of("actor_update")] == [n for n in range(3, 6) for _ in range(3)]
-    assert all(not any(inner["given"][5:] and inner["given"][5] for inner in c["inside"]) for c in played), (
-        "sampled"
-    )
-    assert spied.summary["episodes"] == 24
+    assert not any(inner["given"].get("greedy") for call in played for inner in call["inside"])
+
+
+def test_rollouts_have_seeds_of_their_own_and_evaluations_always_the_same(spied):
+    """By `rng` and the generator of the run, which go on; an evaluation has neither."""
+    for name in ("rng", "generator"):
+        (ours,) = {id(call["given"][name]) for call in spied.own_rollouts()}
+        theirs = {id(call["given"][name]) for call in spied.of("rollout", within="evaluate")}
+        assert ours not in theirs
+    assert all(call["given"]["rng"] is None for call in spied.of("rollout", within="evaluate"))
+    texts = [tuple(d["actions"][0] for d in call["result"][0]) for call in spied.own_rollouts()]
+    assert len(set(texts)) == len(texts), "or every iteration would play the same"
 
 
 def test_the_critic_learns_from_the_whole_buffer(spied):
     """Not from the newest dialogues only: it is off-policy. Its pool, and its batches, have old ones and new
     ones."""
-    played, pools = played_in(spied), [c for c in spied.of("fresh_utterances") if not c["within"]]
-    assert len(pools) == 5 and all(len(c["given"][1]) == 64 for c in pools)
+    played, pools = played_in(spied), spied.pools()
+    assert len(pools) == 5 and all(len(c["given"]["dialogues"]) == 64 for c in pools)
     for n, pool in enumerate(pools, start=1):
-        drawn = {which(d) for d in pool["given"][1]}
-        learned = [d for c in spied.of("critic_update") if c["iteration"] == n for d in c["given"][3]]
-        assert {which(d) for d in learned} <= drawn and len(learned) == 4 * 24
+        drawn = {which(d) for d in pool["given"]["dialogues"]}
+        batches = [c["given"]["dialogues"] for c in spied.of("critic_update") if c["iteration"] == n]
+        learned = {which(d) for batch in batches for d in batch}
+        assert learned <= drawn and [len(batch) for batch in batches] == [24] * 4
+        assert len({tuple(map(which, batch)) for batch in batches}) == 4, "each update draws its own"
         for some in played[: n + 1]:
-            assert drawn & some and {which(d) for d in learned} & some
+            assert drawn & some and learned & some
         assert not any(drawn & later for later in played[n + 1 :])
 
 
@@ -1052,19 +1217,21 @@ def test_the_actor_learns_in_states_of_the_whole_buffer(spied):
     """Not of the newest dialogues only."""
     played = played_in(spied)
     for n in range(3, 6):
-        batches = [c["given"][5] for c in spied.of("actor_update") if c["iteration"] == n]
+        batches = [c["given"]["dialogues"] for c in spied.of("actor_update") if c["iteration"] == n]
         assert [len(batch) for batch in batches] == [16] * 3
         assert all({which(d) for batch in batches for d in batch} & some for some in played[: n + 1])
         assert len({tuple(map(which, batch)) for batch in batches}) == 3, "each update draws its own"
 
 
 def test_the_utterances_of_E2_belong_to_their_dialogues(spied):
-    """A dialogue of a batch has the texts that were written in its own states, in order."""
-    pools = [c for c in spied.of("fresh_utterances") if not c["within"]]
-    for n, pool in enumerate(pools, start=1):
-        texts = iter([archer.spoken(pool["given"][0].tokenizer, ids) for ids in pool["result"]])
-        pairs = {(which(d), tuple(next(texts) for _ in d["actions"])) for d in pool["given"][1]}
-        learned = [d for c in spied.of("critic_update") if c["iteration"] == n for d in c["given"][3]]
+    """A dialogue of a batch has the texts that were written in its own states, in order, by the actor."""
+    actor = spied.of("actor_update")[0]["given"]["actor"]
+    for n, pool in enumerate(spied.pools(), start=1):
+        assert pool["given"]["actor"] is actor
+        texts = iter([archer.spoken(actor.tokenizer, ids) for ids in pool["result"]])
+        pairs = {(which(d), tuple(next(texts) for _ in d["actions"])) for d in pool["given"]["dialogues"]}
+        updates = [c for c in spied.of("critic_update") if c["iteration"] == n]
+        learned = [d for c in updates for d in c["given"]["dialogues"]]
         assert {(which(d), tuple(d["fresh"])) for d in learned} <= pairs
         assert len({text for _, own in pairs for text in own}) > 50, "texts differ, or this would say nothing"
 
@@ -1072,16 +1239,16 @@ def test_the_utterances_of_E2_belong_to_their_dialogues(spied):
 def test_the_target_is_a_network_that_lags_behind(spied):
     calls, shares = spied.of("critic_update"), []
     for call in calls:
-        critic, target = call["given"][:2]
+        critic, target_critic = call["given"]["critic"], call["given"]["target_critic"]
         own = {p.data_ptr() for p in critic.parameters()}
-        assert critic is not target and not own & {p.data_ptr() for p in target.parameters()}
+        assert critic is not target_critic and not own & {p.data_ptr() for p in target_critic.parameters()}
+        assert not any(p.requires_grad for p in target_critic.parameters())
     for now, after in itertools.pairwise(calls):
-        for name, was in now["state"]["target"].items():
-            expected = torch.lerp(was, after["state"]["critic"][name], spied.args.polyak)
-            assert torch.allclose(after["state"]["target"][name], expected, atol=1e-6)
-        shares += [
-            not torch.equal(x, after["state"]["critic"][k]) for k, x in after["state"]["target"].items()
-        ]
+        for name, was in now["state"]["target_critic"].items():
+            expected = torch.lerp(was, after["state"]["critic"][name], SPIED["polyak"])
+            new = after["state"]["target_critic"][name]
+            assert torch.allclose(new, expected, atol=1e-6)
+            shares.append(not torch.equal(new, after["state"]["critic"][name]))
     assert np.mean(shares) > 0.9
 
 
@@ -1090,8 +1257,8 @@ def test_the_kl_is_to_the_actor_of_the_start(spied, folders):
     start = AutoModelForCausalLM.from_pretrained(folders["LLAMA"]).state_dict()
     calls = spied.of("actor_update")
     for n, call in enumerate(calls):
-        assert call["given"][0] is not call["given"][1]
-        assert all(torch.equal(value, start[name]) for name, value in call["state"]["start"].items())
+        assert call["given"]["actor"] is not call["given"]["ref_model"]
+        assert all(torch.equal(value, start[name]) for name, value in call["state"]["ref_model"].items())
         moved = [not torch.equal(value, start[name]) for name, value in call["state"]["actor"].items()]
         assert any(moved) == (n > 0)
     figures = [call["result"]["actor/kl"] for call in calls]
@@ -1101,22 +1268,23 @@ def test_the_kl_is_to_the_actor_of_the_start(spied, folders):
 def test_every_actor_update_has_utterances_of_its_own(spied):
     """On-policy: sampled within the update, from the actor as it is, and these are what it scores; never
     greedy."""
-    generators, critic = [], spied.of("critic_update")[0]["given"][0]
+    generators, critic = [], spied.of("critic_update")[0]["given"]["critic"]
     for call in spied.of("actor_update"):
-        assert call["given"][2] is critic
+        given = call["given"]
+        assert given["critic"] is critic
         (fresh,) = [c for c in call["inside"] if c["name"] == "fresh_utterances"]
-        assert fresh["given"][0] is call["given"][0] and fresh["given"][1] is call["given"][5]
+        assert fresh["given"]["actor"] is given["actor"]
+        assert fresh["given"]["dialogues"] is given["dialogues"]
         generators.append(fresh["state"]["generator"].numpy().tobytes())
-        scored = [c for c in call["inside"] if c["name"] == "score"]
-        assert {id(c["given"][0]) for c in scored} == {id(x) for x in call["given"][:2]}
-        assert all(c["given"][2] is fresh["result"] for c in scored)
+        scored = [c["given"] for c in call["inside"] if c["name"] == "score"]
+        assert {id(c["actor"]) for c in scored} == {id(given["actor"]), id(given["ref_model"])}
+        assert all(c["utterances"] is fresh["result"] for c in scored)
     assert len(set(generators)) == len(generators) == 9
 
 
 def test_fresh_utterances_are_sampled(spied, actor):
     """As the world hears them: not greedy ones, neither for E2 nor for E3."""
-    for call in spied.of("speak", within="fresh_utterances"):
-        assert not any(call["given"][5:])
+    assert not any(call["given"]["greedy"] for call in spied.of("generate", within="fresh_utterances"))
     (d, *_), _ = play("toy", actor)
     assert len({tuple(ids) for ids in fresh_for([d] * 40, actor)[::2]}) > 10
 
@@ -1125,31 +1293,27 @@ def test_sampled_and_greedy_evaluation_are_not_swapped(spied):
     """eval/return is that of sampled dialogues, every task so often; eval/return_greedy that of greedy
     ones."""
     first, last = spied.of("evaluate")
-    for evaluation in (first, last):
-        rollouts = [c for c in evaluation["inside"] if c["name"] == "rollout"]
+    assert (first["iteration"], last["iteration"]) == (0, 5)
+    for evaluation, stage in ((first, "warm_start"), (last, "eval")):
         found = {}
-        for rollout in rollouts:
-            (is_greedy,) = {
-                bool(c["given"][5:] and c["given"][5]) for c in rollout["inside"] if c["name"] == "speak"
-            }
-            found["_greedy" if is_greedy else ""] = rollout
-        assert sorted(d["answer"] for d in found[""]["result"][0]) == sorted(WORDS * 2)
-        assert sorted(d["answer"] for d in found["_greedy"]["result"][0]) == sorted(WORDS)
-        for suffix, rollout in found.items():
-            figures = envs.summarise(rollout["result"][0])
-            for name in ("return", "success", "repeated"):
-                assert evaluation["result"][f"{name}{suffix}"] == figures[name]
-    assert {f"warm_start_{k}": v for k, v in first["result"].items()}.items() <= spied.summary.items()
-    assert {f"eval_{k}": v for k, v in last["result"].items()}.items() <= spied.summary.items()
+        for rollout in [c for c in evaluation["inside"] if c["name"] == "rollout"]:
+            (is_greedy,) = {c["given"]["greedy"] for c in rollout["inside"] if c["name"] == "generate"}
+            found[is_greedy] = rollout["result"][0]
+        assert sorted(d["answer"] for d in found[False]) == sorted(WORDS * 2)
+        assert sorted(d["answer"] for d in found[True]) == sorted(WORDS)
+        figures = envs.summarise(found[False], "{}") | envs.summarise(found[True], "{}_greedy")
+        assert evaluation["result"] == {f"eval/{name}": figure for name, figure in figures.items()}
+        for name, figure in figures.items():
+            assert spied.summary[f"{stage}_{name}"] == figure
 
 
 def test_the_figures_of_greedy_and_sampled_dialogues_are_not_exchanged(folders, tmp_path, monkeypatch):
     """In the log and in the summary, of the first evaluation and of the last."""
     real = archer.rollout
 
-    def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-        played, nll = real(actor, worlds, args, generator, rng, indices, greedy)
-        first = 7.0 if greedy else 5.0
+    def rollout(*given):
+        played, nll = real(*given)
+        first = 7.0 if named(real, given, {})["greedy"] else 5.0
         return [d | {"rewards": [first, *(0.0 for _ in d["actions"][1:])]} for d in played], nll
 
     monkeypatch.setattr(archer, "rollout", rollout)
@@ -1159,34 +1323,31 @@ def test_the_figures_of_greedy_and_sampled_dialogues_are_not_exchanged(folders, 
     assert (lines_of(run)[-1]["eval/return"], lines_of(run)[-1]["eval/return_greedy"]) == (5, 7)
 
 
-@pytest.mark.parametrize(("episodes", "played"), [(3, [3, 3]), (20, [20, 10])])
-def test_an_evaluation_is_no_larger_than_asked_for_and_repeats_itself(actor, monkeypatch, episodes, played):
+@pytest.mark.parametrize(("episodes", "sizes"), [(3, [3, 3]), (8, [8, 4])])
+def test_an_evaluation_is_no_larger_than_asked_for_and_repeats_itself(actor, monkeypatch, episodes, sizes):
     """Whole passes over the tasks, sampled and greedy; of a world with more tasks the first ones."""
-    sizes, rollout = [], archer.rollout
-    monkeypatch.setattr(
-        archer, "rollout", lambda *options: sizes.append(len(options[5])) or rollout(*options)
-    )
-    args = small(env="twenty-questions-subset", eval_episodes=episodes)
-    assert archer.evaluate(actor, args) == archer.evaluate(actor, args) and sizes == 2 * played
+    spy = Spy(monkeypatch)
+    args = small(eval_episodes=episodes)
+    assert archer.evaluate(actor, args) == archer.evaluate(actor, args)
+    tasks = [call["given"]["indices"] for call in spy.of("rollout")]
+    assert tasks == 2 * [[i % 4 for i in range(size)] for size in sizes]
 
 
 @pytest.mark.parametrize("anneal_lr", [True, False])
 def test_D6_the_actors_rate_falls_from_its_first_update_on(folders, tmp_path, monkeypatch, anneal_lr):
     """The first has all of it, and the last of three iterations a third."""
     spy = Spy(monkeypatch)
-    args = small(
-        runs=tmp_path, actor=folders["LLAMA"], iterations=5, warmup=2, actor_lr=1e-3, anneal_lr=anneal_lr
-    )
-    archer.main(args)
+    go(tmp_path, folders, iterations=5, warmup=2, actor_lr=1e-3, anneal_lr=anneal_lr, **ONE)
     expected = [1e-3, 1e-3 * 2 / 3, 1e-3 / 3] if anneal_lr else [1e-3] * 3
-    assert [c["state"]["rate"] for c in spy.of("actor_update")] == pytest.approx(expected)
+    assert [c["state"]["lr"] for c in spy.of("actor_update")] == pytest.approx(expected)
 
 
 def test_D4_is_the_mean_discounted_return_of_the_first_dialogues(folders, tmp_path, monkeypatch):
     values, real = [], archer.mlp
     monkeypatch.setattr(archer, "mlp", lambda a, b, value: values.append(value) or real(a, b, value))
-    run, _ = go(tmp_path, folders, iterations=1, gamma=0.5, rollouts=8, env="twenty-questions-subset")
-    first = torch.load(run / "checkpoint.pt", weights_only=True)["buffer"][:8]
+    options = {"iterations": 1, "gamma": 0.5, "env": "twenty-questions-subset", "eval_episodes": 1}
+    run, _ = go(tmp_path, folders, rollouts=6, max_action_tokens=2, **options)
+    first = state_of(run)["state"]["replay_buffer"][:6]
     expected = np.mean([sum(r * 0.5**k for k, r in enumerate(d["rewards"])) for d in first])
     assert expected < -1 and values == [pytest.approx(expected)] * 4 + [0.0]
 
@@ -1195,9 +1356,8 @@ def test_the_buffer_forgets_the_oldest(folders, tmp_path, monkeypatch):
     """What is left is the end of what was played, and no more than the buffer may hold."""
     spy = Spy(monkeypatch)
     run, _ = go(tmp_path, folders, iterations=3, buffer_size=20)
-    calls = [call for call in spy.of("rollout") if "evaluate" not in call["within"]]
-    played = [d for call in calls for d in call["result"][0]]
-    kept = torch.load(run / "checkpoint.pt", weights_only=True)["buffer"]
+    played = [d for call in spy.own_rollouts() for d in call["result"][0]]
+    kept = state_of(run)["state"]["replay_buffer"]
     assert 0 < len(kept) < len(played) == 16 and kept == played[-len(kept) :]
     assert len(states(kept)) <= 20 < len(states(played[-len(kept) - 1 :]))
 
@@ -1219,31 +1379,27 @@ def go(folder: Path, folders: dict, **changes) -> tuple[Path, dict]:
     return run, summary
 
 
+def state_of(run: Path) -> dict:
+    """What is in its checkpoint."""
+    return torch.load(run / "checkpoint.pt", weights_only=True)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, folders):
-    """A run of four iterations with checkpoints every two, and its summary."""
-    torch.set_num_threads(1)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    options = {"iterations": 4, "env": "twenty-questions-subset"}
-    result = go(tmp_path_factory.mktemp("finished"), folders, **options)
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-    return result
+    """A run of two iterations in the default world's small variant, and its summary."""
+    with alone():
+        return go(tmp_path_factory.mktemp("finished"), folders, env="twenty-questions-subset")
 
 
+ONE = {"rollouts": 1, "eval_episodes": 1, "critic_pool": 1, "critic_batch": 1, "actor_batch": 1}
 SWITCHES = [
-    {"baseline": True, "center": False},
+    {"baseline": True, "center": False, "dtype": "bfloat16"},
     {"critic_loss": "iql", "anneal_lr": False},
-    {"critic_loss": "mc", "kl": 0.0, "temperature": 0.7},
-    {"critic": "BERT", "env": "forgetful-toy"},
-    {"critic": "GPT2"},
-    {"actor": "GPT2", "critic": "BERT", "max_action_tokens": 1},
-    {"actor": "CHAT", "env": "twenty-questions-subset"},
-    {"env": "twenty-questions-subset", "warmup": 1, "buffer_size": 100},
-    {"dtype": "bfloat16"},
-    {"env": "mini-detective", "rollouts": 2, "eval_episodes": 1},
-    {"env": "webshop", "rollouts": 2, "eval_episodes": 1, "actor": "CHAT"},
-    {"env": "guess-my-city", "rollouts": 2, "eval_episodes": 1},
+    {"critic_loss": "mc", "kl": 0.0, "temperature": 0.7, "actor": "CHAT", "env": "twenty-questions-subset"},
+    {"actor": "GPT2", "critic": "BERT", "env": "forgetful-toy", "max_action_tokens": 1, "warmup": 1},
+    {"env": "mini-detective", **ONE},
+    {"env": "webshop", "actor": "CHAT", **ONE},
+    {"env": "guess-my-city", **ONE},
 ]
 
 
@@ -1273,40 +1429,12 @@ def test_a_run_on_the_gpu(tmp_path, folders, changes):
     assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4]
 
 
-def test_the_page_explains_what_is_logged_and_nothing_else(finished):
-    """Both ways, and every tag in TensorBoard's file, too."""
-    page = (ROOT / "docs/archer.md").read_text(encoding="utf-8")
-    explained = re.findall(r"^\| `(\w+/\w+)` \| .+ \| .+ \| .+ \|$", page, re.M)
-    logged = {tag for row in lines_of(finished[0]) for tag in row} - {"iteration"}
-    assert set(explained) == logged and len(explained) == len(logged)
-    (events,) = finished[0].glob("events.*")
-    assert all(tag.encode() in events.read_bytes() for tag in logged)
-
-
-def test_summary(finished):
-    run, summary = finished
-    names = [f"{name}{way}" for name in ("return", "success", "repeated") for way in ("", "_greedy")]
-    expected = {f"{stage}_{name}" for stage in ("warm_start", "eval") for name in names}
-    assert set(summary) == expected | {
-        *["iteration", "episodes", "seed", "seconds", "cpu_seconds", "peak_memory_mb", "commit"]
-    }
-    assert json.loads((run / "summary.json").read_text()) == summary
-    assert summary["seed"] == 3 and summary["episodes"] == 4 * 5
-    assert all(summary[f"eval_{name}"] == lines_of(run)[-1][f"eval/{name}"] for name in names)
-
-
-def test_a_run_says_where_it_starts_from(folders, tmp_path, capsys):
-    run, summary = go(tmp_path, folders, iterations=1)
-    said = f"{run}: starts from {folders['LLAMA']}, which returns {summary['warm_start_return']:.2f}"
-    assert said in capsys.readouterr().out
-
-
 def test_rollouts_have_text_and_values_and_are_a_data_set(finished):
     """Q and V are those of the critic of that iteration; envs.datasets reads the file as it reads
     demonstrations."""
     run, _ = finished
     lines = lines_of(run, "rollouts.jsonl")
-    assert [line["iteration"] for line in lines] == [n for n in range(1, 5) for _ in range(4)]
+    assert [line["iteration"] for line in lines] == [1] * 4 + [2] * 4
     for line in lines:
         n = len(line["actions"])
         assert line["answer"] in envs.make("twenty-questions-subset").words
@@ -1316,60 +1444,62 @@ def test_rollouts_have_text_and_values_and_are_a_data_set(finished):
     read, notes = datasets.read_dialogues(str(run / "rollouts.jsonl"))
     assert len(read) == len(lines) and notes == []
     for d, line in zip(read, lines, strict=True):
-        assert all(
-            d[key] == line[key] for key in ("observations", "actions", "rewards", "terminated", "success")
-        )
+        for key in ("observations", "actions", "rewards", "terminated", "success"):
+            assert d[key] == line[key]
 
 
 def test_the_values_in_rollouts_are_the_critics(finished, folders):
     """Of the last iteration, behind whose updates the checkpoint was written; the smaller of the twins."""
     run, _ = finished
-    actor, tokenizer = archer.load(AutoModelForCausalLM, folders["LLAMA"], small())
-    critic = archer.Critic(copy.deepcopy(actor.base_model), tokenizer, 0.0, "float32")
-    critic.load_state_dict(torch.load(run / "checkpoint.pt", weights_only=True)["modules"]["critic"])
+    body = runs.load(AutoModel, folders["LLAMA"], small())
+    critic = archer.Critic(body, 0.0, "float32")
+    critic.load_state_dict(state_of(run)["modules"]["critic"])
     for line in lines_of(run, "rollouts.jsonl")[-4:]:
         for k, action in enumerate(line["actions"]):
             v, q = value_alone(critic, line, k, action)
             assert [line["Q"][k], line["V"][k]] == pytest.approx([q.min().item(), v.min().item()], abs=1e-4)
 
 
-def test_a_checkpoint_is_whole_and_loads_elsewhere(finished):
-    """Actor and critic in transformers, the state without pickled objects; nothing temporary remains."""
+def test_what_is_logged_is_of_its_own_iteration(spied):
+    """Of its dialogues, the mean of its updates, and its first four dialogues as samples."""
+    samples = lines_of(spied.folder, "rollouts.jsonl")
+    for row, rollout in zip(lines_of(spied.folder), spied.own_rollouts(), strict=True):
+        n, (played, nll) = row["iteration"], rollout["result"]
+        if n == 0:
+            assert row == spied.of("evaluate")[0]["result"] | {"iteration": 0}
+            continue
+        assert envs.summarise(played, "rollout/{}").items() <= row.items()
+        assert row["rollout/nll"] == pytest.approx(np.mean(nll)) and len(nll) == len(states(played))
+        for name in ("critic_update", "actor_update"):
+            logs = [call["result"] for call in spied.of(name) if call["iteration"] == n]
+            for tag, figure in runs.means(logs).items():
+                assert row.get(tag) == (None if math.isnan(figure) else figure)
+            assert any(tag.startswith(name.split("_")[0] + "/") for tag in row) == bool(logs)
+        own = [line for line in samples if line["iteration"] == n]
+        assert [line["actions"] for line in own] == [d["actions"] for d in played]
+
+
+def test_what_is_saved_loads_elsewhere_and_is_a_start(finished, tmp_path, folders):
+    """Actor and critic in transformers, as they are in the checkpoint with all else that learns."""
     run, _ = finished
-    names = {
-        "actor",
-        "critic",
-        "args.json",
-        "checkpoint.pt",
-        "lock",
-        "metrics.jsonl",
-        "rollouts.jsonl",
-        "summary.json",
-    }
-    assert {path.name for path in run.iterdir() if not path.name.startswith("events")} == names
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    assert state["iteration"] == 4 and len(state["buffer"]) == 20
-    actor, tokenizer = (x.from_pretrained(run / "actor") for x in (AutoModelForCausalLM, AutoTokenizer))
-    ids = tokenizer("Is it a dog?", return_tensors="pt").input_ids
-    assert torch.isfinite(actor(input_ids=ids).logits).all() and tokenizer.decode(ids[0]) == "Is it a dog?"
-    assert all(torch.equal(p, state["modules"]["actor"][name]) for name, p in actor.state_dict().items())
-    critic = archer.transformers.AutoModel.from_pretrained(run / "critic").state_dict()
-    assert all(torch.equal(p, state["modules"]["critic"][f"body.{name}"]) for name, p in critic.items())
-
-
-def test_a_run_starts_from_what_another_has_learned(finished, tmp_path, folders):
-    run, _ = go(tmp_path, folders, actor=finished[0] / "actor", critic=finished[0] / "critic", iterations=1)
-    assert [row["iteration"] for row in lines_of(run)] == [0, 1]
+    saved = state_of(run)
+    modules = {"actor", "critic", "target_critic", "baseline", "optimizer", "critic_optimizer"}
+    assert set(saved["modules"]) == modules and len(saved["state"]["replay_buffer"]) == 12
+    for name, auto, prefix in (("actor", AutoModelForCausalLM, ""), ("critic", AutoModel, "body.")):
+        weights = auto.from_pretrained(run / name).state_dict()
+        tokenizer = AutoTokenizer.from_pretrained(run / name)
+        assert tokenizer.decode(tokenizer("Is it a dog?").input_ids) == "Is it a dog?"
+        assert all(torch.equal(p, saved["modules"][name][prefix + key]) for key, p in weights.items())
+    again, _ = go(tmp_path, folders, actor=run / "actor", critic=run / "critic", iterations=0)
+    assert [row["iteration"] for row in lines_of(again)] == [0]
 
 
 # --------------------------------------------------------------------------- dialogues that are too long
 def test_a_dialogue_longer_than_the_context_is_cut_and_counted(folders, tmp_path):
-    """It never ends the run: a context of 150 tokens, many iterations, and resumed."""
-    options = {"actor": folders["SHORT"], "env": "twenty-questions-subset", "eval_every": 3, "warmup": 1}
-    run, _ = go(tmp_path, folders, iterations=6, **options)
-    archer.main(small(resume=run, runs=tmp_path, iterations=9, **options))
+    """It never ends the run: a context of 150 tokens."""
+    run, _ = go(tmp_path, folders, actor=folders["SHORT"], env="twenty-questions-subset", iterations=3)
     _, *rows = lines_of(run)
-    assert [row["iteration"] for row in rows] == list(range(1, 10))
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
     assert all(row["rollout/cut"] > 0.5 and row["rollout/truncated"] >= row["rollout/cut"] for row in rows)
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
 
@@ -1394,20 +1524,18 @@ def test_what_is_no_text_finds_room_when_it_is_read_again(folders, tmp_path, tok
 
 def test_a_dialogue_is_cut_where_the_next_utterance_might_not_fit(folders):
     """Not earlier: the last one before it still had room; and dialogues that have no action are left out."""
-    actor, tokenizer = archer.load(AutoModelForCausalLM, folders["SHORT"], small())
-    actor.tokenizer = tokenizer
+    actor = runs.load(AutoModelForCausalLM, folders["SHORT"], small())
     played, nll = play("twenty-questions-subset", actor)
     limit = 150 - 4 * 6
     for d in played:
-        length = len(archer.lay_out([d | {"actions": [*d["actions"], ""]}], tokenizer)[0][0]) - 1
+        *lengths, length = [len(before(d, k, actor.tokenizer, True)) for k in range(len(d["actions"]) + 1)]
         assert d["cut"] == (length > limit and not d["terminated"] and len(d["actions"]) < 20)
-        assert all(len(before(d, k, tokenizer, True)) <= limit for k in range(len(d["actions"])))
+        assert max(lengths) <= limit
     assert len(nll) == len(states(played)) and any(d["cut"] for d in played)
 
 
 # ------------------------------------------------------------------------ stopped, killed, gone on with
 CASES = [
-    {},
     {"critic": "BERT", "baseline": True},
     {"env": "forgetful-toy", "buffer_size": 20, "critic": "GPT2"},
 ]
@@ -1428,11 +1556,9 @@ def the_same_run(a: Path, b: Path):
     """To the bit, but for what a clock measured."""
     assert timeless(a) == timeless(b)
     assert (a / "rollouts.jsonl").read_bytes() == (b / "rollouts.jsonl").read_bytes()
-    one, other = (torch.load(run / "checkpoint.pt", weights_only=True) for run in (a, b))
-    assert one["rng"] == other["rng"] and torch.equal(one["generator"], other["generator"])
-    assert one["buffer"] == other["buffer"] and one["episodes"] == other["episodes"]
-    for name, module in one["modules"].items():
-        assert_equal(module, other["modules"][name])
+    one, other = state_of(a), state_of(b)
+    for key in ("rng", "torch_rng", "generator", "iteration", "state", "modules"):
+        assert_equal(one[key], other[key])
     tensors = [safetensors.torch.load_file(run / "actor/model.safetensors") for run in (a, b)]
     assert_equal(*tensors)
     timed = {"seconds", "cpu_seconds", "peak_memory_mb"}
@@ -1458,160 +1584,27 @@ def assert_equal(a, b):
         assert a == b
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal_and_resumed(tmp_path, folders, monkeypatch, number, capsys):
-    """The iteration that it falls into is finished and saved; what follows is as if nothing had been."""
-    options = {"iterations": 4, "eval_every": 4}
-    whole, _ = go(tmp_path / "whole", folders, **options)
-    calls, real = [], archer.critic_update
-
-    def update(*given):
-        calls.append(1)
-        if len(calls) == 3:  # in the second iteration
-            os.kill(os.getpid(), number)
-        return real(*given)
-
-    monkeypatch.setattr(archer, "critic_update", update)
-    stopped, summary = go(tmp_path / "stopped", folders, **options)
-    assert [row["iteration"] for row in lines_of(stopped)] == [0, 1, 2] and summary["episodes"] == 12
-    assert "stopping after this iteration" in capsys.readouterr().out
-    monkeypatch.undo()
-    go(tmp_path / "stopped", folders, resume=stopped, **options)
-    the_same_run(stopped, whole)
-
-
-def test_a_resumed_summary_counts_from_the_start(tmp_path, folders):
-    run, first = go(tmp_path, folders, iterations=2)
-    _, second = go(tmp_path, folders, iterations=3, resume=run)
-    assert (
-        second["episodes"] == first["episodes"] + 4
-        and second["warm_start_return"] == first["warm_start_return"]
-    )
-    assert second["cpu_seconds"] > first["cpu_seconds"] and second["seconds"] > first["seconds"]
-
-
 @pytest.mark.parametrize("name", ["actor", "critic"])
 def test_resumed_with_another_learning_rate(tmp_path, folders, name):
     """What the message about a divergence advises must have an effect."""
     run, _ = go(tmp_path, folders)
-    before_it = torch.load(run / "checkpoint.pt", weights_only=True)["modules"][name]
+    before_it = state_of(run)["modules"][name]
     go(tmp_path, folders, resume=run, iterations=3, **{f"{name}_lr": 1e-9})
-    after = torch.load(run / "checkpoint.pt", weights_only=True)["modules"][name]
+    after = state_of(run)["modules"][name]
     assert max((before_it[key] - after[key]).abs().max() for key in before_it) < 1e-6
 
 
-@pytest.mark.parametrize("loss", ["value_loss", "reinforce_loss"])
-def test_a_nan_is_one_line_and_the_last_checkpoint_is_whole(tmp_path, folders, monkeypatch, loss):
-    right, calls = getattr(archer, loss), []
-
-    def wrong(*given):
-        calls.append(1)
-        return right(*given) * (math.nan if len(calls) > 5 else 1.0)
-
-    monkeypatch.setattr(archer, loss, wrong)
-    with pytest.raises(
-        ArithmeticError, match=f"the {'critic' if loss == 'value_loss' else 'actor'} diverged .*nan"
-    ):
-        go(tmp_path, folders, iterations=9, eval_every=1)
-    monkeypatch.undo()
-    (run,) = tmp_path.iterdir()
-    assert [path for path in run.rglob("*") if ".tmp" in path.name] == [] and len(lines_of(run)) >= 2
-    go(tmp_path, folders, resume=run, iterations=9)
-    assert [row["iteration"] for row in lines_of(run)] == list(range(10))
-
-
-@pytest.mark.parametrize("where", ["metrics", "checkpoint", "folder"])
-def test_a_full_disk_costs_nothing_that_was_learned(tmp_path, folders, monkeypatch, capsys, where):
-    """Iteration 2 cannot be saved, 4 can; the run goes on, and is in the end what it would have been."""
-    whole, _ = go(tmp_path / "whole", folders, iterations=4)
-    error = {
-        "metrics": OSError("no space left"),
-        "checkpoint": RuntimeError("file write failed\nat somewhere"),
-    }
-    error |= {"folder": safetensors.SafetensorError("I/O error: No space left on device (os error 28)")}
-    owner, name = {
-        "metrics": (archer.runs, "write"),
-        "checkpoint": (torch, "save"),
-        "folder": (archer.transformers.PreTrainedModel, "save_pretrained"),
-    }[where]
-    real, calls = getattr(owner, name), []
-
-    def fails_once(*given, **named):
-        calls.append(1)
-        if len(calls) == (4 if where == "metrics" else 1):  # args.json, and two files an iteration
-            raise error[where]
-        return real(*given, **named)
-
-    monkeypatch.setattr(owner, name, fails_once)
-    run, summary = go(tmp_path / "full", folders, iterations=4)
-    assert re.search(
-        r"^not saved at iteration 2: .*(o space left|file write failed)", capsys.readouterr().out, re.M
-    )
-    assert summary["episodes"] == 20
-    monkeypatch.undo()
-    the_same_run(run, whole)
-
-
-def test_a_disk_that_is_really_full(tmp_path, folders, capsys):
-    """No file may grow beyond 60 kB, which a checkpoint does: the run says so, goes on and ends well."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
-    try:
-        run, summary = go(tmp_path, folders, eval_every=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.findall(r"^not saved at iteration (\d)", capsys.readouterr().out, re.M) == ["1", "2"]
-    assert len(lines_of(run)) == 3 and (run / "summary.json").exists() and summary["episodes"] == 12
-
-
 # ----------------------------------------------------------------------------------------- bad input
-def one_line(capsys, *options) -> str:
-    """What the command line says when it refuses to run: a line, and exit code 2. In this process, for
-    speed."""
-    capsys.readouterr()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as error:
-        patch.setattr(sys, "argv", ["archer.py", *map(str, options)])
-        runpy.run_path(str(ROOT / "archer.py"), run_name="__main__")
-    (said,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and said.startswith("archer.py: ")
-    return said
-
-
-def copied(source, folder: Path) -> Path:
-    return Path(shutil.copytree(source, folder))
-
-
-def test_a_missing_folder_is_one_line_that_says_how_to_make_it(folders, tmp_path, capsys):
-    """Also the one of a world for which nothing lies in checkpoints/."""
-    tiny = ["--env", "toy", "--runs", tmp_path / "runs"]
-    assert "python sft.py --env toy makes a model" in one_line(capsys, *tiny)
-    for option in ("--actor", "--critic"):
-        given = {"--actor": folders["LLAMA"], option: tmp_path / "is/not/there"}
-        said = one_line(capsys, *tiny, *[word for pair in given.items() for word in pair])
-        assert said.endswith(f"no model in {tmp_path}/is/not/there: there is no such folder")
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_missing_critic_is_seen_before_anything_is_played(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(archer, "rollout", None)
     with pytest.raises(ValueError, match=r"nowhere: there is no such folder$"):
         go(tmp_path / "runs", folders, critic=str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize("option", ["--actor", "--critic"])
-def test_weights_that_are_missing_are_not_drawn_at_random(folders, tmp_path, capsys, option):
-    folder = copied(folders["GPT2" if option == "--actor" else "BERT"], tmp_path / "less")
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    del tensors[sorted(name for name in tensors if "pooler" not in name)[-1]]
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    given = {"--env": "toy", "--runs": tmp_path / "runs", "--actor": folders["LLAMA"], option: folder}
-    assert "no weights for" in one_line(capsys, *[word for pair in given.items() for word in pair])
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("damage", ["no config", "no tokenizer", "half a file", "a file"])
-def test_a_damaged_folder_is_one_line(folders, tmp_path, capsys, damage):
-    folder = copied(folders["LLAMA"], tmp_path / "damaged")
+def test_a_damaged_folder_is_one_line(folders, tmp_path, damage):
+    folder = Path(shutil.copytree(folders["LLAMA"], tmp_path / "damaged"))
     if damage == "no config":
         (folder / "config.json").unlink()
     elif damage == "no tokenizer":
@@ -1621,99 +1614,36 @@ def test_a_damaged_folder_is_one_line(folders, tmp_path, capsys, damage):
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     else:
         folder = folder / "config.json"
-    said = one_line(capsys, "--env", "toy", "--runs", tmp_path / "runs", "--actor", folder)
-    assert f"no model in {folder}" in said and not (tmp_path / "runs").exists()
+    with pytest.raises(ValueError, match=f"^no model in {folder}: .+$"):
+        runs.load(AutoModelForCausalLM, str(folder), small())
 
 
-@pytest.mark.parametrize("kind", ["own class", "known class"])
-def test_code_in_a_folder_is_not_executed(folders, tmp_path, capsys, kind):
-    """A model may bring code along; it is refused, or read as what transformers knows it to be."""
-    folder, witness = copied(folders["LLAMA"], tmp_path / "coded"), tmp_path / "witness"
-    (folder / "code.py").write_text(
-        f"open({str(witness)!r}, 'w').close()\nclass Model: ...\nclass Config: ...\n"
-    )
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = dict.fromkeys(("AutoModel", "AutoModelForCausalLM", "AutoTokenizer"), "code.Model")
-    config["auto_map"]["AutoConfig"] = "code.Config"
-    config["model_type"] = config["model_type"] if kind == "known class" else "mine"
-    (folder / "config.json").write_text(json.dumps(config))
-    if kind == "own class":
-        assert str(folder) in one_line(capsys, "--env", "toy", "--runs", tmp_path / "runs", "--actor", folder)
-    else:
-        archer.load(AutoModelForCausalLM, str(folder), small())
-    assert not witness.exists()
-
-
-@pytest.mark.parametrize("content", [b"garbage", b"", None])
-def test_a_damaged_or_missing_checkpoint_is_one_line(finished, tmp_path, capsys, content):
-    run = copied(finished[0], tmp_path / "run")
-    before_it = (run / "args.json").read_bytes()
-    if content is None:
-        (run / "checkpoint.pt").unlink()
-    else:
-        (run / "checkpoint.pt").write_bytes(content)
-    said = one_line(capsys, "--resume", run, "--iterations", 5)
-    assert f"{run}/checkpoint.pt cannot be resumed" in said and (run / "args.json").read_bytes() == before_it
-
-
-def test_half_a_checkpoint_is_one_line(finished, tmp_path, capsys):
-    run = copied(finished[0], tmp_path / "run")
-    (run / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes()[:9999])
-    assert "cannot be resumed" in one_line(capsys, "--resume", run, "--iterations", 5)
-
-
-def test_a_run_does_not_go_on_with_another_critic(finished, folders, tmp_path, capsys):
-    run = copied(finished[0], tmp_path / "run")
-    before_it = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for critic in ("BERT", "GPT2"):
-        assert "cannot be resumed" in one_line(capsys, "--resume", run, "--critic", folders[critic])
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before_it
-
-
-def test_a_folder_that_is_no_run_is_one_line(finished, tmp_path, capsys):
-    assert "is/not/there" in one_line(capsys, "--resume", tmp_path / "is/not/there")
-    assert "args.json" in one_line(capsys, "--resume", tmp_path)
-    run = copied(finished[0], tmp_path / "other")
-    for content, expected in {'{"flavour": 1}': "flavour", "{": "", "[1]": "", "\x00": ""}.items():
-        (run / "args.json").write_text(content)
-        assert expected in one_line(capsys, "--resume", run)
+def test_a_run_does_not_go_on_with_another_critic(finished, folders, tmp_path):
+    run = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    before_it = {path: path.read_bytes() for path in run.rglob("*") if path.name != "lock" and path.is_file()}
+    args = small(actor=folders["LLAMA"], resume=run, env="twenty-questions-subset", critic=folders["BERT"])
+    with pytest.raises(ValueError, match="cannot be resumed"):
+        archer.main(args)
+    assert before_it == {path: path.read_bytes() for path in before_it}
 
 
 MISUSE = {
-    "--env nowhere": "nowhere",
-    "--env toy --world flavour=1": "flavour",
-    "--env toy --rollouts 0": "--rollouts 0: it must be above 0",
-    "--env toy --critic-batch 0": "--critic-batch 0: it must be above 0",
+    "rollouts": "0 worlds of toy: there must be at least one",
+    "temperature": "--temperature 0: it must be above 0",  # else log-probs would be nan
+    "max_action_tokens": "--max-action-tokens 0: it must be at least 1",  # else nothing ends an utterance
 }
 
 
-@pytest.mark.parametrize("options", MISUSE)
-def test_misuse_is_one_line_and_leaves_nothing_behind(folders, tmp_path, capsys, options):
-    """Also numbers that no run can be made with."""
-    given = [*options.split(), "--runs", tmp_path / "runs", "--actor", folders["LLAMA"]]
-    assert MISUSE[options] in one_line(capsys, *given)
+@pytest.mark.parametrize("flag", MISUSE)
+def test_misuse_is_one_line_and_leaves_nothing_behind(tmp_path, flag):
+    with pytest.raises(ValueError, match=f"^{MISUSE[flag]}$"):
+        archer.main(small(runs=tmp_path / "runs", **{flag: 0}))
+    assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("option", ["--dtype", "--critic-loss"])
-def test_a_choice_that_there_is_not(monkeypatch, capsys, option):
-    """A loss that is none of the three must not quietly become one of them."""
-    monkeypatch.setattr(sys, "argv", ["archer.py", option, "sarsa"])
-    with pytest.raises(SystemExit) as caught:
-        archer.runs.parse(archer.Args, archer.Args())
-    assert caught.value.code == 2 and "sarsa" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("form", ["--resume RUN", "--resume=RUN"])
-def test_resume_on_the_command_line_keeps_the_runs_arguments(finished, tmp_path, monkeypatch, form):
-    """In both ways to write it; but for those that are given anew."""
-    run = copied(finished[0], tmp_path / "run")
-    saved = json.loads((run / "args.json").read_text())
-    options = [*form.replace("RUN", str(run)).split(), "--iterations", "5", "--no-center"]
-    monkeypatch.setattr(sys, "argv", ["archer.py", *options])
-    runpy.run_path(str(ROOT / "archer.py"), run_name="__main__")
-    assert timeless(run)[:5] == timeless(finished[0]) and len(lines_of(run)) == 6
-    assert json.loads((run / "args.json").read_text()) == saved | {"iterations": 5, "center": False}
-    assert replace(archer.Args(**saved), resume="").resume == ""
+def test_no_episodes_to_evaluate_are_an_error_with_a_sentence(actor):
+    with pytest.raises(ValueError, match="--eval-episodes 0: it must be at least 1"):
+        archer.evaluate(actor, small(eval_episodes=0))
 
 
 # ------------------------------------------------------------------------------------- a real model
@@ -1722,16 +1652,17 @@ def test_a_real_model_is_actor_and_critic_in_its_chat_template(tmp_path, smollm,
     """SmolLM2-135M-Instruct, an iteration of games of three questions; then what was saved, by transformers
     alone.
 
-    The same utterances have the same log-probs in `speak` and in `score`.
+    The same utterances have the same log-probs in `generate` and in `score`.
     """
     monkeypatch.setattr("envs.worlds.twenty_questions.TwentyQuestions.max_turns", 3)
     calls, scored, score = heard(monkeypatch), [], archer.score
 
-    def listen(actor, dialogues, utterances, args):
-        logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, utterances, args)
+    def listen(*given):
+        logits_MV, token_M, hidden_MH, owner_M = score(*given)
+        call = calls[-1] | named(score, given, {})
         logp_M = logits_MV.detach().log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
-        logp_N = torch.zeros(len(utterances)).index_add(0, owner_M, logp_M)
-        scored.append((dialogues, *calls[-1], logp_N.tolist()))
+        logp_N = torch.zeros(len(call["utterances"])).index_add(0, owner_M, logp_M)
+        scored.append(call | {"scored": logp_N.tolist()})
         return logits_MV, token_M, hidden_MH, owner_M
 
     monkeypatch.setattr(archer, "score", listen)
@@ -1744,10 +1675,10 @@ def test_a_real_model_is_actor_and_critic_in_its_chat_template(tmp_path, smollm,
     (run / "checkpoint.pt").unlink()  # 4 GB, which pytest would keep
     tokenizer = AutoTokenizer.from_pretrained(run / "actor")
     assert len(scored) == 2, "by the actor of the start and by the actor, which has not moved yet"
-    for dialogues, rows, starts, _, written, said_N, scored_N in scored:
-        assert len(written) == sum(map(len, starts)) == sum(len(d["actions"]) for d in dialogues)
-        assert max(abs(a - b) for a, b in zip(said_N, scored_N, strict=True)) < 1e-4
-        for d, row in zip(dialogues, rows, strict=True):
+    for call in scored:
+        assert len(call["utterances"]) == sum(map(len, call["starts"])) == len(states(call["dialogues"]))
+        assert call["logps"] == pytest.approx(call["scored"], abs=1e-4)
+        for d, row in zip(call["dialogues"], call["rows"], strict=True):
             asked = [d["observations"][0], *envs.replies(d["observations"], d["actions"])]
             turns = zip(asked, d["actions"], strict=False)
             pairs = [pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=True)]
@@ -1757,7 +1688,7 @@ def test_a_real_model_is_actor_and_critic_in_its_chat_template(tmp_path, smollm,
                 row
             )
 
-    for name, auto in {"critic": archer.transformers.AutoModel, "actor": AutoModelForCausalLM}.items():
+    for name, auto in {"critic": AutoModel, "actor": AutoModelForCausalLM}.items():
         model, start = (auto.from_pretrained(folder) for folder in (run / name, smollm))
         for now, old in zip(model.parameters(), start.parameters(), strict=True):
             assert not torch.equal(now, old) and torch.allclose(now, old, atol=1e-4)

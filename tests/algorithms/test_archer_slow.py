@@ -1,6 +1,5 @@
 """archer.py learns: a critic that reaches known values, an actor that solves a world with a known best
-return; and a
-run that is killed goes on as if nothing had been.
+return; and a run that is killed goes on as if nothing had been.
 
 Each takes minutes at most, on one thread: `pytest -m slow tests/algorithms/test_archer_slow.py`.
 """
@@ -33,8 +32,10 @@ from test_archer import (  # noqa: F401  four are fixtures
     tokenizer,
     toys,
 )
+from transformers import AutoModel, AutoModelForCausalLM
 
 import archer
+from envs import runs
 
 pytestmark = pytest.mark.slow
 
@@ -85,23 +86,23 @@ def test_E1_E2_reach_the_values_of_dynamic_programming(loss, append_only, kind, 
     mc those of the policy that made the data.
 
     Fails when the bootstrap takes the wrong state, when an end bootstraps, or when V follows the actions of
-    the
-    data instead of the actor's.
+    the data instead of the actor's.
     """
     played = [dialogue(path, append_only) for path in PATHS]
     dialogues = [d | {"fresh": [action] * len(d["actions"])} for d in played for action in POLICY]
     args = small(gamma=GAMMA, critic_loss=loss, polyak=0.1, critic_lr=1e-3)
-    body, own = make_model("llama", tokenizer).base_model, tokenizer
+    body = make_model("llama", tokenizer).base_model
+    body.tokenizer = tokenizer
     if kind == "encoder":
-        body, own = archer.load(archer.transformers.AutoModel, folders["BERT"], args)
+        body = runs.load(AutoModel, folders["BERT"], args)
     torch.manual_seed(0)
-    critic = archer.Critic(body, own, 0.0, "float32")
-    target = copy.deepcopy(critic).requires_grad_(False)
+    critic = archer.Critic(body, 0.0, "float32")
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     steps = 600
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / steps))
-        archer.critic_update(critic, target, optimizer, dialogues, args)
+        archer.critic_update(critic, target_critic, optimizer, dialogues, args)
 
     truth = dynamic_programming(POLICY if loss == "td" else "xy")
     with torch.no_grad():
@@ -137,7 +138,7 @@ def taught(tmp_path_factory, toys):  # noqa: F811
         optimizer = torch.optim.AdamW(actor.parameters(), lr=5e-3)
         for _ in range(150):
             batch = [demonstrations[i] for i in rng.integers(len(demonstrations), size=16)]
-            logits_MV, token_M, _, _ = archer.score(actor, batch, None, small())
+            logits_MV, token_M, _, _ = archer.score(actor, batch, None, 1.0, "float32")
             loss = torch.nn.functional.cross_entropy(logits_MV, token_M)
             archer.descend(loss, optimizer, actor.parameters(), 1.0, "actor")
         actor.save_pretrained(base)
@@ -154,21 +155,19 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world, taught):
     """
     args = small(env=world.id, critic_lr=1e-3)
     torch.manual_seed(0)
-    actor, actor.tokenizer = archer.load(archer.transformers.AutoModelForCausalLM, taught[world.id], args)
+    actor = runs.load(AutoModelForCausalLM, taught[world.id], args)
     played, _ = play(world.id, actor, n=2048)
-    critic = archer.Critic(copy.deepcopy(actor.base_model), actor.tokenizer, 4.0, "float32")
-    target = copy.deepcopy(critic).requires_grad_(False)
+    body = copy.deepcopy(actor.base_model)
+    body.tokenizer = actor.tokenizer
+    critic = archer.Critic(body, 4.0, "float32")
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     for step in range(60):  # as `main` does it: a pool, its fresh utterances, and many updates with both
-        pool = [played[i] for i in rng.integers(len(played), size=64)]
-        fresh = archer.fresh_utterances(actor, pool, args, generator)
-        texts = iter([archer.spoken(actor.tokenizer, ids) for ids in fresh])
-        pool = [d | {"fresh": [next(texts) for _ in d["actions"]]} for d in pool]
+        pool = archer.with_fresh(rng.choice(played, 64), actor, args, generator)
         optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 60))
         for _ in range(20):
-            batch = [pool[i] for i in rng.integers(len(pool), size=16)]
-            archer.critic_update(critic, target, optimizer, batch, args)
+            archer.critic_update(critic, target_critic, optimizer, rng.choice(pool, 16), args)
     returns = [archer.mc_returns(d["rewards"], args.gamma)[0] for d in played]
     means = [np.mean(returns[task::4]) for task in range(4)]
     with torch.no_grad():

@@ -10,10 +10,13 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import transformers
 
 import envs
+from envs import runs
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--env", "twenty-questions-subset", "--threads", "1"]
@@ -122,6 +125,17 @@ def test_code_behind_a_runs_folder_is_not_run(flag, kind, refused, tmp_path):
     (run / "checkpoint.pt").write_bytes(pickle.dumps({"modules": Bomb(witness)}, protocol=2))
     said = refused(script, "--resume", run)
     assert not witness.exists() and ("planted" in said or "checkpoint.pt" in said)
+
+
+def test_a_model_that_transformers_knows_is_read_without_its_code(tmp_path):
+    """Its config names classes of its own, but its type is a known one: there is nothing to refuse."""
+    witness = plant(tmp_path / "planted", "model")
+    path = tmp_path / "planted/config.json"
+    known = json.loads((MODEL / "config.json").read_text())["model_type"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": known}))
+    args = SimpleNamespace(device="cpu")
+    model = runs.load(transformers.AutoModelForCausalLM, str(tmp_path / "planted"), args)
+    assert type(model).__module__.startswith("transformers.") and not witness.exists()
 
 
 @pytest.mark.parametrize("kind", ["model", "tokenizer"])
