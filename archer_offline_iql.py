@@ -43,7 +43,7 @@ from envs.datasets import make_dialogues, read_dialogues
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all that is random but the data and the evaluation; 0 or more
     iterations: int = 20  # rounds of critic and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made

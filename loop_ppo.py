@@ -49,7 +49,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "apps"  # an id of `python -m envs` (appworld: D7) or yours (docs/your_world.md); append-only
-    world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds.md), such as reward=success
+    world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds), such as reward=success
     seed: int = 1  # of everything random in the run; 0 or more
     iterations: int = 120  # rounds of rollouts and updates (D6; release: 200); 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -260,6 +260,8 @@ class Memory:
             pieces.append(piece)
         if not any(pieces):
             return
+
+        # the rows that are run, what is new in them, and the columns where that belongs
         size_B = torch.tensor([len(piece) for piece in pieces])
         Q = max(map(len, pieces))
         rows = size_B.nonzero()[:, 0]
@@ -271,7 +273,7 @@ class Memory:
         column_RQ = column_BQ[rows]
 
         cache = Pass(self.stored, rows, column_RQ)
-        may_see = torch.arange(cache.width) <= column_RQ[:, None, :, None]
+        may_see = torch.arange(cache.width) <= column_RQ[:, None, :, None]  # the columns up to its own
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ,
@@ -279,15 +281,15 @@ class Memory:
             past_key_values=cache,
             use_cache=True,
         )
-        row_R = torch.arange(len(size_R))
+        row_R = torch.arange(len(size_R))  # the last new token of each row is in column size - 1
         self.hidden_BH[rows] = output.last_hidden_state[row_R, size_R - 1]
         self.length_B[rows] += size_R
 
 
 class Pass(transformers.Cache):
-    """The keys and values of a memory for one forward pass: which rows it is about, and where it writes.
+    """What one forward pass takes for its cache: the keys and values of a memory, in some of its rows.
 
-    The model hands it to its layers; each of them calls `update` once.
+    Each layer of the model calls `update` once, with what it has made of the new tokens.
     """
 
     def __init__(self, stored, rows, column_RQ):
@@ -295,10 +297,10 @@ class Pass(transformers.Cache):
         self.stored = stored  # the memory's own
         self.rows = rows  # indices or a slice
         self.column_RQ = column_RQ  # of the new tokens
-        self.width = int(column_RQ.max()) + 1  # columns that the last of them sees
+        self.width = int(column_RQ.max()) + 1  # columns that are seen
 
     def update(self, keys, values, layer, *args, **kwargs):
-        """Stores what is new in a layer [R, heads, Q, D]; returns all that its rows have, keys and values."""
+        """Stores new keys and values [R, heads, Q, D]; returns those of all columns [R, heads, width, D]."""
         new = torch.stack([keys, values]).transpose(2, 3)
         empty = new[:, :, :0]
         store = self.stored.get(layer, empty)
@@ -401,7 +403,7 @@ def sample_tokens(logits_NV, generator, greedy):
 
 
 def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop=False):
-    """Plays tasks to their end, as many at a time as there are worlds."""
+    """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory of each."""
     if args.temperature <= 0:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")
     n = len(worlds)
@@ -488,8 +490,8 @@ def has_enough(played, finish_all, finish_each) -> bool:
 
 
 # ---------------------------------------------------------- 6. updates
-def set_advantages(played, K, normalise: bool):
-    """Gives advantages to the rollouts that ended, where a task has two of them, and returns these rollouts.
+def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
+    """Sets the advantage of all rollouts that ended, where a task has two of these; returns them.
 
     The K rollouts of a task are neighbours.
     """
@@ -603,7 +605,10 @@ def rollout_loss(t: Trajectory, logp_M, args):
 
 
 def step(model, optimizer, minibatch, size, args):
-    """One step of the optimiser, on a sum over `size`. Returns the rollouts' figures, and the step's own."""
+    """One step of the optimiser on a minibatch, `size` being that of a full one. Returns what is logged.
+
+    That is a dict for each rollout, and one for the step.
+    """
     optimizer.zero_grad()
     figures = []
     log_ratios = []
@@ -648,7 +653,7 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
 
     of_rollouts = []
     of_steps = []
-    for minibatch in minibatches:  # the last of an epoch may be smaller, and then weighs less
+    for minibatch in minibatches:  # the last of an epoch may be smaller: it weighs less
         figures, of_step = step(model, optimizer, minibatch, size, args)
         of_rollouts += figures
         of_steps.append(of_step)

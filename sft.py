@@ -18,12 +18,9 @@ Differs from the paper; in brackets the switch (docs/sft.md has the reasons):
 
 import json
 import re
-import shutil
-import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -32,7 +29,6 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.tensorboard import SummaryWriter
 
 import envs.datasets
 from envs import runs
@@ -43,14 +39,14 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds.md)
+    world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds/)
     seed: int = 1  # of all that is random but the evaluation; 0 or more
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
     threads: int = 1  # on the CPU; with one, resuming is exact to the bit
-    save_every: int = 200  # updates between lines of metrics, each with a checkpoint; Ctrl-C writes one, too
+    save_every: int = 200  # updates between lines of metrics, each with a checkpoint; 0: the last one only
 
     # --- model
     model: str = "tiny"  # tiny (a small Llama from nothing) or a causal LM: Hugging Face name or local folder
@@ -85,7 +81,8 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-CONTEXT, ACTION, REPLY = range(3)  # what a token is; the last two are learned
+Row = torch.Tensor  # [T, 2]: tokens, and the kind of each
+CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two are learned
 
 
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -94,101 +91,150 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ..."""
-    if not tokenizer.chat_template:
-        return "", "", ""
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(("user", "assistant", "user"))]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    if not to_prompt.startswith(tokenizer.eos_token):
-        raise ValueError(f"the chat template ends turns with another token than {tokenizer.eos_token!r}")
-    return head, to_prompt.removeprefix(tokenizer.eos_token), to_reply
-
-
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from, of a file or of the world's player, or the best of them."""
     if args.dataset:
         dialogues, notes = envs.datasets.read_dialogues(args.dataset, world.append_only)
-        print(*notes, sep="\n", end="\n" if notes else "")
+        print("".join(f"{note}\n" for note in notes), end="")
     else:
-        dialogues = world.demonstrations(args.demonstrations, args.seed + epoch * args.fresh)
+        seed = args.seed + args.fresh * epoch
+        dialogues = world.demonstrations(args.demonstrations, seed)
     if args.keep < 1:  # D5
         dialogues.sort(key=lambda dialogue: -sum(dialogue["rewards"]))
-    return dialogues[: round(args.keep * len(dialogues))]
+    n = round(args.keep * len(dialogues))
+    if n < 1:
+        raise ValueError(f"--keep {args.keep} of {len(dialogues)} dialogues: there is nothing to learn")
+    return dialogues[:n]
 
 
-def rows_of(dialogue: dict, tokenizer, args: Args) -> list[torch.Tensor]:
-    """A dialogue as rows [T, 2] of tokens and what they are: prompt, action, end of turn, reply, action ...
+def of_kind(kind: int, ids: list[int]) -> list:
+    """A piece of a row, all of one kind."""
+    return [(token, kind) for token in ids]
 
-    Where an observation does not begin with the last one and the action, the world has rewritten it. As much
-    of it as fits is the reply that ends this row, and all of it is the prompt of the next.
-    No rows come back for a dialogue that does not fit.
+
+def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
+    """A dialogue as rows: prompt, action, end of turn, reply, action, end of turn, reply ...
+
+    One row is enough while the world only adds to its text. Where it has written its text anew, the new text
+    ends the row as the reply, cut to the room that is left, and begins the next row as its prompt.
+    No rows come back for a dialogue that does not fit into `context` tokens.
     """
-    texts, actions = dialogue["observations"], dialogue["actions"]
-    head, to_prompt, to_reply = chat_pieces(tokenizer)
-    rows = [[(token, CONTEXT) for token in encode(tokenizer, head + texts[0] + to_reply)]]
-    imitated = dialogue.get("imitate", [True] * len(actions))
-    for before, action, after, is_imitated in zip(texts, actions, texts[1:], imitated, strict=False):
-        kind = ACTION if is_imitated else CONTEXT  # D4
-        rows[-1] += [(token, kind) for token in [*encode(tokenizer, action), tokenizer.eos_token_id]]
-        reply = encode(tokenizer, to_prompt + after.removeprefix(before + action) + to_reply)
-        is_rewritten = not after.startswith(before + action)
-        room = max(0, args.context - len(rows[-1])) if is_rewritten else len(reply)
-        rows[-1] += [(token, REPLY if args.reply_weight else CONTEXT) for token in reply[:room]]  # D3
-        if is_rewritten:
-            rows.append([(token, CONTEXT) for token in encode(tokenizer, head + after + to_reply)])
-    return [torch.tensor(row).int() for row in rows] if max(map(len, rows)) <= args.context else []
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
+    texts = dialogue["observations"]
+    imitated = dialogue.get("imitate", [True] * len(texts))
+    prompt = encode(tokenizer, head + texts[0] + to_reply)
+    row = of_kind(CONTEXT, prompt)
+    rows = []
+    for turn, action in enumerate(dialogue["actions"]):
+        kind = ACTION if imitated[turn] else CONTEXT  # D4
+        row += of_kind(kind, encode(tokenizer, action))
+        row += of_kind(kind, [tokenizer.eos_token_id])
+        so_far = texts[turn] + action
+        after = texts[turn + 1]
+        reply = encode(tokenizer, to_prompt + after.removeprefix(so_far) + to_reply)
+        if after.startswith(so_far):
+            row += of_kind(REPLY, reply)
+        else:  # written anew
+            room = max(0, context - len(row))
+            row += of_kind(REPLY, reply[:room])
+            rows.append(row)
+            prompt = encode(tokenizer, head + after + to_reply)
+            row = of_kind(CONTEXT, prompt)
+    rows.append(row)
+    if max(map(len, rows)) > context:
+        return []
+    return [torch.tensor(row).int() for row in rows]
 
 
-def drills(words: np.ndarray, n: int, rng, length: int = 96) -> list[torch.Tensor]:
-    """D2: random words that repeat every 8 to 39 places; what repeats is to be predicted."""
-    periods = rng.integers(8, 40, n)
-    ids = [np.resize(rng.choice(words, period), length) for period in periods]
-    kinds = np.where(np.arange(length) > periods[:, None], ACTION, CONTEXT)
-    return list(torch.tensor(np.stack([ids, kinds], -1), dtype=torch.int32)) if n else []
+def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: float) -> list[Row]:
+    """The rows of all dialogues that fit, but for those rows in which there is nothing to learn."""
+    if reply_weight < 0:
+        raise ValueError(f"--reply-weight {reply_weight}: it must be at least 0")
+    fitting = []
+    too_long = 0
+    for dialogue in dialogues:
+        rows = rows_of(dialogue, tokenizer, context)
+        fitting += rows
+        too_long += not rows
+    print(f"{too_long} of {len(dialogues)} dialogues left out as they do not fit")
+    if reply_weight == 0:  # D3
+        for row in fitting:
+            kinds = row[:, 1]  # a view
+            kinds[kinds == REPLY] = CONTEXT
+    learned = [row for row in fitting if row[:, 1].any()]  # CONTEXT is 0
+    if not learned:
+        raise ValueError(f"nothing to learn fits into {context} tokens; give a longer --context")
+    return learned
 
 
-def exchange_words(row: torch.Tensor, words: np.ndarray, rng) -> torch.Tensor:
+def as_row(ids: np.ndarray, kinds: np.ndarray) -> Row:
+    """Two arrays [T] as a row."""
+    pairs = np.stack([ids, kinds], 1)
+    return torch.from_numpy(pairs).int()
+
+
+def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
+    """D2: random tokens that repeat every 8 to 39 places; what repeats is to be predicted."""
+    place = np.arange(96)
+    rows = []
+    for period in rng.integers(8, 40, n):
+        ids = rng.choice(tokens, period)[place % period]
+        kinds = np.where(place > period, ACTION, CONTEXT)
+        rows.append(as_row(ids, kinds))
+    return rows
+
+
+def words_of(tokenizer) -> np.ndarray:
+    """Ids of the tokens that begin with the mark of a word, SentencePiece's or GPT-2's."""
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    is_word = re.compile(r"[\u2581\u0120]\w+").fullmatch
+    words = [i for i, name in enumerate(names) if is_word(name)]
+    return np.array(words)
+
+
+def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
     """D2: the row with 30 % of the words that its actions copy replaced throughout by words not in it."""
     ids, kinds = row.numpy().T
-    copied = np.intersect1d(words, np.intersect1d(ids[kinds == ACTION], ids[kinds != ACTION]))
+    is_said = kinds == ACTION
+    copied = np.intersect1d(ids[is_said], ids[~is_said])
+    copied = np.intersect1d(copied, words)
     old = copied[rng.random(len(copied)) < 0.3]
-    new_id = np.arange(max(ids.max(), words.max()) + 1)
-    new_id[old] = rng.permutation(np.setdiff1d(words, ids))[: len(old)]
-    return torch.tensor(np.stack([new_id[ids], kinds], 1), dtype=torch.int32)
+    unused = np.setdiff1d(words, ids)
+    largest = max(ids.max(), words.max())
+    new_id = np.arange(largest + 1)
+    new_id[old] = rng.permutation(unused)[: len(old)]
+    return as_row(new_id[ids], kinds)
 
 
-def lessons(world, tokenizer, dialogues: list[dict], args: Args, rng, state: dict):
-    """Yields a batch, its share of --lr and whether it is the last, from `state` on; epoch 0: drills."""
-    names, window = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), 16 * args.batch
-    words = np.array([i for i, name in enumerate(names) if re.fullmatch(r"[\u2581\u0120]\w+", name)])
-    for epoch in range(state["epoch"], args.epochs + 1):
-        state |= {"epoch": epoch, "rng": rng.bit_generator.state}  # from which its batches can be made again
-        if epoch == 0:
-            rows = drills(np.arange(257, len(tokenizer)), args.drills, rng)  # all but bytes and the end
-        else:
-            dialogues = read(world, args, epoch) if args.fresh else dialogues
-            found = [rows_of(dialogue, tokenizer, args) for dialogue in dialogues]
-            print(f"epoch {epoch}: {found.count([])} of {len(found)} dialogues left out as they do not fit")
-            rows = [row for part in found for row in part if row[:, 1].any()]
-            if not rows:
-                raise ValueError(f"nothing to learn fits into {args.context} tokens; give a longer --context")
-            rows = [exchange_words(row, words, rng) if rng.random() < args.exchanged else row for row in rows]
-        order, batches = rng.permutation(len(rows)), []
-        for first in range(0, len(rows), window):  # in each window, rows of similar length share a batch
-            near = sorted(order[first : first + window], key=lambda i: len(rows[i]))
-            parts = [near[i : i + args.batch] for i in range(0, len(near), args.batch)]
-            batches += [parts[i] for i in rng.permutation(len(parts))]
-        for batch in batches[state["batch"] :]:
-            done = state["batch"] / len(batches)
-            progress = (epoch - 1 + done) / args.epochs if epoch else done
-            step = max(0, epoch - 1) * len(batches) + state["batch"]
-            share = min((step + 1) / args.warm_up, 1 - progress)  # up, then down; drills have their own
-            state["batch"] += 1
-            yield [rows[i] for i in batch], share, epoch == args.epochs and batch is batches[-1]
-        state["batch"] = 0
+def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng) -> list[Row]:
+    """What an epoch learns: number 0 the drills, all others the dialogues, with words exchanged in some."""
+    if epoch == 0:
+        tokens = np.arange(257, len(tokenizer))  # all but bytes and the end
+        return drills(tokens, args.drills, rng)
+    rows = rows_to_learn(dialogues, tokenizer, args.context, args.reply_weight)
+    words = words_of(tokenizer)
+    for i, row in enumerate(rows):
+        if rng.random() < args.exchanged:
+            rows[i] = exchange_words(row, words, rng)
+    return rows
+
+
+def in_parts(rows: list[Row], size: int) -> list[list[Row]]:
+    """The rows in lists of `size`; the last one may be shorter."""
+    if size < 1:
+        raise ValueError("--batch must be at least 1, and --micro-batch at least 0")
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
+    """All rows once, in random order, but so that rows of similar length share a batch."""
+    shuffled = [rows[i] for i in rng.permutation(len(rows))]
+    batches = []
+    for window in in_parts(shuffled, 16 * size):
+        near = sorted(window, key=len)
+        parts = in_parts(near, size)
+        batches += [parts[i] for i in rng.permutation(len(parts))]
+    return batches
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -202,226 +248,277 @@ def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor
     return -(logp_M * weight_M).sum() / weight_M.sum()  # E1
 
 
+def lr_share(step: int, progress: float, warm_up: int) -> float:
+    """The share of the peak rate: it rises for `warm_up` steps, then falls to zero at progress 1.
+
+    >>> [lr_share(step, step / 4, 2) for step in range(4)]
+    [0.5, 0.75, 0.5, 0.25]
+    """
+    rising = (step + 1) / max(1, warm_up)
+    return min(rising, 1 - progress)
+
+
 # ---------------------------------------------------------- 4. models
 def make_vocabulary(said: Counter, size: int, phrases: int):
     """D1: words and numbers that occur are tokens of their own, so that one look is enough to copy them.
 
-    All else is written in pieces of words, characters and bytes, so that every text can be.
+    All else is written in pieces of words, characters and bytes, so that every text can be. `said` counts
+    lines of text; the most frequent ones are the phrases.
     """
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    end = "<|endoftext|>"
+    mark = "\u2581"  # of a word's beginning
+
     # A blank between two words becomes the second one's mark, and any other word gets one.
-    tokenizer, end, mark = Tokenizer(models.BPE(byte_fallback=True)), "<|endoftext|>", "\u2581"
-    drop = normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark)
-    put = normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark)
-    tokenizer.normalizer = normalizers.Sequence([drop, put])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\u2581\w+|[^\w\u2581\n]+|\n"), "isolated")
-    back = decoders.Replace(Regex(rf"(?<=\w){mark}"), " "), decoders.Replace(mark, "")
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), *back])
-    options = {"special_tokens": [end, *(f"<0x{byte:02X}>" for byte in range(256))]}
-    options |= {"initial_alphabet": [chr(code) for code in range(32, 127)], "vocab_size": size}
-    tokenizer.train_from_iterator(said.elements(), trainers.BpeTrainer(show_progress=False, **options))
+    blank_to_mark = normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark)
+    put_mark = normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark)
+    tokenizer.normalizer = normalizers.Sequence([blank_to_mark, put_mark])
+    pieces = Regex(r"\u2581\w+|[^\w\u2581\n]+|\n")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
+    mark_to_blank = decoders.Replace(Regex(rf"(?<=\w){mark}"), " ")
+    drop_mark = decoders.Replace(mark, "")
+    join = [decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*join, mark_to_blank, drop_mark])
+
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[end, *(f"<0x{byte:02X}>" for byte in range(256))],
+        initial_alphabet=[chr(code) for code in range(32, 127)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(said.elements(), trainer)
     parts = json.loads(tokenizer.to_str())
     parts["added_tokens"] = parts["added_tokens"][:1]  # bytes are no special tokens, which decoders skip
     tokenizer = Tokenizer.from_str(json.dumps(parts))
-    often = [AddedToken(text, normalized=False, single_word=True) for text, _ in said.most_common(phrases)]
-    tokenizer.add_tokens(often)
+    often = [text for text, _ in said.most_common(phrases)]
+    lines = [AddedToken(text, normalized=False, single_word=True) for text in often]
+    tokenizer.add_tokens(lines)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
 def make_tiny(dialogues: list[dict], args: Args):
-    """D1: a small Llama with random weights, and a tokenizer for what is said in these dialogues."""
+    """D1: a small Llama with random weights; its attribute `tokenizer` is made for these dialogues."""
     said = Counter()
-    for d in dialogues:
-        for text in [d["observations"][0], *d["actions"], *envs.replies(d["observations"], d["actions"])]:
-            said.update(filter(str.strip, re.split(r"\n(?=.)", text)))  # lines; the last one keeps its end
+    for dialogue in dialogues:
+        texts = dialogue["observations"]
+        actions = dialogue["actions"]
+        replies = envs.replies(texts, actions)
+        for text in [texts[0], *actions, *replies]:
+            lines = re.split(r"\n(?=.)", text)  # the last one keeps its end
+            said.update(filter(str.strip, lines))
     tokenizer = make_vocabulary(said, args.vocabulary, args.phrases)
-    config = {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
-    config |= {"hidden_size": args.width, "intermediate_size": args.inner, "num_hidden_layers": args.layers}
-    config |= {"num_attention_heads": max(1, args.width // 32), "max_position_embeddings": args.context}
-    config |= {"vocab_size": len(tokenizer), "tie_word_embeddings": True}
-    config = transformers.LlamaConfig(initializer_range=args.init, **config)  # D1
-    return transformers.AutoModelForCausalLM.from_config(config).to(args.device).eval(), tokenizer
+    end = tokenizer.eos_token_id
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.width,
+        intermediate_size=args.inner,
+        num_hidden_layers=args.layers,
+        num_attention_heads=max(1, args.width // 32),
+        max_position_embeddings=args.context,
+        initializer_range=args.init,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+    )  # D1
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tokenizer = tokenizer
+    return model.to(args.device).eval()
 
 
-def load(auto, source: str, args: Args):
-    """A model without dropout, in float32, and its tokenizer, from a local folder or by Hugging Face name."""
-    options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
-    try:
-        model, report = auto.from_pretrained(source, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
-            raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-    except Exception as error:  # a damaged folder can raise anything
-        why = runs.why_not_loaded(source, error, args)
-        raise ValueError(f"no model in {source}: {why}") from error
-    return model.to(args.device).eval(), tokenizer
+def set_generation(model, max_action_tokens: int) -> None:
+    """Has `generate` write a turn: samples of the model's own distribution, up to the end of the turn."""
+    tokenizer = model.tokenizer
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max_action_tokens,
+    )
 
 
-def score(model, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [M] of all tokens to learn, and what they are [M]. Padding is behind: no token sees it."""
-    ids_BT, kind_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True).long().to(model.device).unbind(-1)
-    is_learned_BT = kind_BT[:, 1:] != CONTEXT  # which is 0, as padding is
+def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [M] of all tokens to learn, and their kinds [M]. Padding is behind: no token sees it."""
+    padded_BT2 = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    padded_BT2 = padded_BT2.long().to(model.device)
+    ids_BT, kind_BT = padded_BT2.unbind(-1)
+    next_ids_BT = ids_BT[:, 1:]
+    next_kind_BT = kind_BT[:, 1:]
+    is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    logits_MV = model.get_output_embeddings()(hidden_BTH[:, :-1][is_learned_BT])  # [B, T, V] would be large
-    nll_M = nn.functional.cross_entropy(logits_MV, ids_BT[:, 1:][is_learned_BT], reduction="none")
-    return -nll_M, kind_BT[:, 1:][is_learned_BT]
+    hidden_MH = hidden_BTH[:, :-1][is_learned_BT]
+    logits_MV = model.get_output_embeddings()(hidden_MH)  # [B, T, V] would be large
+    target_M = next_ids_BT[is_learned_BT]
+    nll_M = nn.functional.cross_entropy(logits_MV, target_M, reduction="none")
+    return -nll_M, next_kind_BT[is_learned_BT]
+
+
+def score_in_parts(model, rows: list[Row], micro_batch: int) -> tuple:
+    """`score`, with the activations of `micro_batch` rows in memory at a time; 0: of all.
+
+    The backward pass recomputes them, part by part.
+    """
+    if micro_batch == 0:
+        return score(model, rows)
+    logps = []
+    kinds = []
+    for part in in_parts(rows, micro_batch):
+        logp_M, kind_M = checkpoint(score, model, part, use_reentrant=False)
+        logps.append(logp_M)
+        kinds.append(kind_M)
+    return torch.cat(logps), torch.cat(kinds)
 
 
 # ---------------------------------------------------------- 6. updates
-def make_optimizers(model, args: Args) -> list[torch.optim.Optimizer]:
-    """AdamW, or D6: Muon for the matrices between embedding and output, and AdamW for the rest."""
-    inside = {
-        name: p for name, p in model.base_model.named_parameters() if p.ndim == 2 and "embed" not in name
-    }
-    matrices = list(inside.values()) if args.optimizer == "muon" else []
-    rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
-    optimizers = [torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)]
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
-    return optimizers
+def make_optimizers(model, kind: str, lr: float) -> list:
+    """AdamW, or D6: AdamW, and Muon for the matrices between embedding and output."""
+    matrices = []
+    rest = []
+    for name, parameter in model.named_parameters():
+        is_inside = name.startswith(model.base_model_prefix) and "embed" not in name
+        is_matrix = is_inside and parameter.ndim == 2
+        if kind == "muon" and is_matrix:
+            matrices.append(parameter)
+        else:
+            rest.append(parameter)
+    adamw = torch.optim.AdamW(rest, lr, betas=(0.9, 0.98), weight_decay=0.01)
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(matrices, lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [adamw, muon]
 
 
-def update(model, optimizers: list, rows: list[torch.Tensor], args: Args) -> dict[str, float]:
-    """One step on E1. With micro-batches, activations are recomputed in the backward pass, part by part."""
-    scorer = partial(checkpoint, score, use_reentrant=False) if args.micro_batch else score
-    size = args.micro_batch or len(rows)
-    parts = [scorer(model, rows[i : i + size]) for i in range(0, len(rows), size)]
-    logp_M, kind_M = map(torch.cat, zip(*parts, strict=True))
-    loss = imitation_loss(logp_M, torch.where(kind_M == ACTION, 1.0, args.reply_weight))
+def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: float) -> dict:
+    """One step on E1; returns what is logged of it."""
+    logp_M, kind_M = score_in_parts(model, rows, micro_batch)
+    weight_M = torch.where(kind_M == ACTION, 1.0, reply_weight)
+    loss = imitation_loss(logp_M, weight_M)
     model.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the model diverged: loss {loss:.3g}, gradient {norm:.3g}; lower --lr")
+        raise ArithmeticError(f"the model diverged (loss {loss:.3g}, gradient {norm:.3g}): lower --lr")
     for optimizer in optimizers:
         optimizer.step()
-    metrics = {"train/loss": loss.item(), "train/lr": optimizers[0].param_groups[0]["lr"]}
-    for kind, name in ((ACTION, "actions"), (REPLY, "replies")):
-        if (kind_M == kind).any():
-            metrics[f"train/nll_{name}"] = -logp_M[kind_M == kind].mean().item()
-    return metrics | {"train/grad_norm": norm.item()}
+    nll_M = -logp_M.detach()
+    return {  # nan where a batch has no token of a kind
+        "train/loss": loss.item(),
+        "train/lr": optimizers[0].param_groups[0]["lr"],
+        "train/nll_actions": nll_M[kind_M == ACTION].mean().item(),
+        "train/nll_replies": nll_M[kind_M == REPLY].mean().item(),
+        "train/grad_norm": norm.item(),
+    }
 
 
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
-def play(model, tokenizer, args: Args, greedy: bool) -> list[dict]:
+def play(model, args: Args, greedy: bool) -> list[dict]:
     """Every task once, in lockstep, `generate` writing. Where the context has no room, a dialogue ends."""
+    tokenizer = model.tokenizer
     options = envs.options(args.world)
-    tasks = list(range(envs.make(args.env, **options).num_tasks))[: args.eval_episodes or None]
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(num_tasks))[: args.eval_episodes or None]
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=tasks, indices=tasks)
-    torch.manual_seed(0)
+    room = args.context - args.max_action_tokens
+    torch.manual_seed(0)  # `generate` draws from torch's own generator
     while True:
-        rows = {i: rows_of(worlds.dialogues[i], tokenizer, args) for i in worlds.alive()}
-        ids = {i: parts[-1][:, 0].tolist() for i, parts in rows.items() if parts}
-        ids = {i: part for i, part in ids.items() if len(part) + args.max_action_tokens <= args.context}
-        if not ids:
-            worlds.close()
-            return worlds.dialogues
-        inputs = tokenizer.pad({"input_ids": [*ids.values()]}, padding_side="left", return_tensors="pt")
-        written = model.generate(**inputs.to(model.device), do_sample=not greedy)
-        texts = tokenizer.batch_decode(written[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        actions = dict(zip(ids, texts, strict=True))
-        worlds.step([actions.get(i) for i in range(len(tasks))])
+        prompts = {}
+        for i in worlds.alive():
+            rows = rows_of(worlds.dialogues[i], tokenizer, args.context)
+            if rows and len(rows[-1]) <= room:
+                prompts[i] = rows[-1][:, 0].tolist()
+        if not prompts:
+            break
+        ids = {"input_ids": list(prompts.values())}
+        inputs = tokenizer.pad(ids, padding_side="left", return_tensors="pt")
+        inputs = inputs.to(model.device)
+        written = model.generate(**inputs, do_sample=not greedy)
+        written = written[:, inputs.input_ids.shape[1] :]
+        texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+        worlds.step(dict(zip(prompts, texts, strict=True)))
+    worlds.close()
+    return worlds.dialogues
 
 
-# ---------------------------------------------------------- 8. save and resume
-def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
-    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
-        temporary = run / f"{name}.tmp"
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(runs.card(run, name), encoding="utf-8")
-        shutil.rmtree(run / name, ignore_errors=True)
-        temporary.rename(run / name)
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
-
-
-def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
-    try:
-        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, module in modules.items():
-            module.load_state_dict(state["modules"][name])
-        rng.bit_generator.state = state["rng"]
-        generator.set_state(state["generator"])
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
-    return state
-
-
-# ---------------------------------------------------------- 9. training
+# ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
     """Drills, then dialogues, update by update, then an evaluation; returns what is in summary.json."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    started, cpu_started = time.time(), time.process_time()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    rng, generator = np.random.default_rng(args.seed), torch.default_generator  # of `generate`
-    world = envs.make(args.env, **envs.options(args.world))
+    run = runs.Run(args, "sft")
+    if args.epochs < 1:
+        raise ValueError(f"--epochs {args.epochs}: it must be at least 1")
 
     # --- the dialogues, and all that learns, as it starts
-    is_tiny, auto = args.model == "tiny", transformers.AutoModelForCausalLM
-    loaded = None if is_tiny else load(auto, args.model, args)  # first, as dialogues may take minutes to make
-    dialogues = read(world, args, 0)
-    model, tokenizer = loaded or make_tiny(dialogues, args)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": args.max_action_tokens}
-    model.generation_config = transformers.GenerationConfig(**ends, **sampling)
-    optimizers = make_optimizers(model, args)
-    modules = {"model": model} | {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+    options = envs.options(args.world)
+    world = envs.make(args.env, **options)
+    is_tiny = args.model == "tiny"
+    if is_tiny:
+        dialogues = read(world, args, 0)
+        model = make_tiny(dialogues, args)
+    else:  # loaded first, as that may fail, and dialogues may take minutes to make
+        model = runs.load(transformers.AutoModelForCausalLM, args.model, args)
+        dialogues = read(world, args, 0)
+    tokenizer = model.tokenizer
+    set_generation(model, args.max_action_tokens)
+    optimizers = make_optimizers(model, args.optimizer, args.lr)
+    modules = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
+    modules["model"] = model
 
-    # --- a new run, or one that goes on
-    run = runs.folder(args, "sft")
-    if args.resume:
-        state = restore(run, modules, rng, generator)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-    else:
-        state = {"iteration": 0, "epoch": 0, "batch": 0, "metrics": [], "eval": {}, "warm_start_return": None}
-        if not is_tiny:
-            state["warm_start_return"] = envs.summarise(play(model, tokenizer, args, greedy=False))["return"]
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    print(f"{run}: {model.num_parameters():,} parameters, {len(tokenizer):,} tokens")
-    writer = SummaryWriter(str(run), purge_step=state["iteration"] + 1)
-    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
-    stopped = runs.stop_signals()  # Ctrl-C ends the update that it falls into
+    # --- a new run, or one that goes on: `batch` batches are done of `epoch`, which began with `rng`
+    position = {"epoch": 0, "batch": 0, "rng": run.rng.bit_generator.state}
+    run.start(modules, episodes=len(dialogues), position=position)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer):,} tokens")
+    if not (args.resume or is_tiny):
+        sampled = play(model, args, greedy=False)
+        run.log(envs.summarise(sampled, "eval/{}"), "return")
 
-    # --- updates, and after the last one the evaluation
-    rows = []
-    for batch, share, is_last in lessons(world, tokenizer, dialogues, args, rng, state):
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = args.lr * share
-            if state["epoch"] == state["batch"] == 1:
+    # --- epoch by epoch, and after the last update the evaluation
+    logs = []
+    position = run.state["position"]
+    run.rng.bit_generator.state = position["rng"]  # the epoch's batches are made again
+    for epoch in range(position["epoch"], args.epochs + 1):
+        position["epoch"] = epoch
+        position["rng"] = run.rng.bit_generator.state
+        if args.fresh and epoch > 0:
+            dialogues = read(world, args, epoch)
+        rows = rows_of_epoch(epoch, dialogues, tokenizer, args, run.rng)
+        batches = batches_of(rows, args.batch, run.rng)
+        if epoch == 1 and position["batch"] == 0:
+            for optimizer in optimizers:
                 optimizer.state.clear()  # tiny once drills are mastered, so that steps would be huge
-        rows.append(update(model, optimizers, batch, args))
-        state["iteration"] += 1
-        for suffix in ("_greedy", "") if is_last else ():
-            played = play(model, tokenizer, args, greedy=suffix == "_greedy")
-            state["eval"] |= {f"eval/{name}{suffix}": x for name, x in envs.summarise(played).items()}
-        if stopped or is_last or state["iteration"] % args.save_every == 0:
-            metrics = runs.means(rows) | state["eval"]
-            state["metrics"].append(runs.log(writer, state["iteration"], metrics, ""))
-            state["seconds"], state["cpu_seconds"] = time.time() - started, time.process_time() - cpu_started
-            state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-            with runs.saving(run, state["iteration"]):  # a full disk, for example, does not end the run
-                runs.write(run / "metrics.jsonl", state["metrics"])
+        passes = args.epochs if epoch > 0 else 1  # over which the rate falls: drills have their own fall
+        passed = max(0, epoch - 1)
+        earlier = run.iteration - position["batch"]  # updates of the epochs before this one
+        for iteration in run.iterations(earlier + len(batches)):
+            number = position["batch"]
+            step = passed * len(batches) + number
+            progress = (passed + number / len(batches)) / passes
+            share = lr_share(step, progress, args.warm_up)
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = args.lr * share
+            figures = update(model, optimizers, batches[number], args.micro_batch, args.reply_weight)
+            logs.append(figures)
+            position["batch"] = number + 1
+            is_last = epoch == args.epochs and number + 1 == len(batches)
+            is_due = args.save_every > 0 and iteration % args.save_every == 0
+            if is_due or is_last or run.stopped:
+                metrics = runs.means(logs)
+                samples = []
                 if is_last:
-                    runs.write(run / "rollouts.jsonl", played[:8])
-                save(run, state | {"generator": generator.get_state()}, {"actor": (model, tokenizer)})
-            rows = []
-        if stopped:
+                    greedy = play(model, args, greedy=True)
+                    sampled = play(model, args, greedy=False)
+                    metrics |= envs.summarise(greedy, "eval/{}_greedy")
+                    metrics |= envs.summarise(sampled, "eval/{}")
+                    samples = sampled[:8]
+                run.log(metrics, "", samples)
+                run.save({"actor": model})
+                logs = []
+        if run.stopped:
             break
-    writer.close()
-
-    summary = {f"eval_{x}": state["eval"].get(f"eval/{x}") for x in ("return", "return_greedy", "success")}
-    summary |= {name: state[name] for name in ("warm_start_return", "seconds", "cpu_seconds")}
-    summary |= {"episodes": len(dialogues), "seed": args.seed} | runs.facts()
-    runs.write(run / "summary.json", [summary], indent=2)
-    print(json.dumps(summary))
-    return summary
+        position["batch"] = 0
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -77,11 +77,12 @@ def main(args: Args) -> None:
     if not (args.guide or found):
         raise ValueError("no guide in runs/; train one with guide_simcse.py, or give --guide")
     chosen = states(args)
-    encoder, tokenizer = load_encoder(args.guide or str(found[-1]), "cpu")
-    scores = rank_steps(encoder, tokenizer, chosen, guide_simcse.Args())
+    options = guide_simcse.Args(encoder=args.guide or str(found[-1]))
+    encoder = load_encoder(options.encoder, options)
+    scores = rank_steps(encoder, chosen, options.dtype)
     if args.task == "all":
         relevant = [step.relevant for step in chosen]
-        threshold, number, f1, recall = best_threshold(relevant, [np.asarray(row) for row in scores])
+        threshold, number, f1, recall = best_threshold(relevant, scores)
         print(f"{len(chosen)} states; cosine {threshold:.2f} leaves {number:.0f} actions")
         print(f"F1 {f1:.2f}, RSR {recall:.2f}")
         return

@@ -285,9 +285,11 @@ class Run:
         self.last = last
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask_to_stop)
-        while self.iteration < last and not self.stopped:
+        while self.iteration < last:
             self.iteration += 1
             yield self.iteration
+            if self.stopped:  # asked here, as only an iteration saves: a signal before one ends with it
+                break
 
     def ask_to_stop(self, number, frame) -> None:
         """A handler of signals: the run ends after this iteration; asked twice, it ends at once."""

@@ -1,4 +1,4 @@
-"""A tiny checkpoint with random weights, for tests that need some model of a world."""
+"""A tiny checkpoint with random weights, and tiny data of the guide, for tests that need some."""
 
 from pathlib import Path
 
@@ -31,3 +31,12 @@ def make_checkpoint(world: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def guide_options(folder: Path) -> list[str]:
+    """Options of guide_simcse.py that name small files of data, made in `folder`."""
+    from test_guide_simcse import to_file, toy_eval, toy_records
+
+    folder.mkdir(exist_ok=True)
+    train = to_file(folder / "guide_train_20_3.jsonl.gz", toy_records())
+    return ["--train-data", train, "--eval-data", to_file(folder / "guide_dev_1.jsonl.gz", toy_eval())]

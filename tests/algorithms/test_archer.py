@@ -673,11 +673,18 @@ def test_sample_tokens():
 
 
 def test_no_token_without_probability_is_drawn(monkeypatch):
-    """Also not where the uniform number is 0 or close to 1, or the sum falls short of it."""
-    logits_NV = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]]).expand(4, -1)
+    """Also not where the uniform number is 0 or close to 1, or where the probabilities add up to less."""
     u_N1 = torch.tensor([[0.0], [0.4999], [0.5001], [1 - 2**-24]])
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: u_N1)
+    logits_NV = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]]).expand(4, -1)
     assert archer.sample_tokens(logits_NV, torch.Generator(), False)[0].tolist() == [1, 1, 3, 3]
+    sums = []
+    for V in range(90, 130):
+        logits_NV = torch.zeros(4, V)
+        logits_NV[:, -1] = -math.inf
+        sums.append(logits_NV[0].log_softmax(-1).exp().cumsum(-1)[-1])
+        assert archer.sample_tokens(logits_NV, torch.Generator(), False)[0].max() == V - 2
+    assert min(sums) < u_N1.max()
 
 
 def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
@@ -778,6 +785,16 @@ def test_greedy_rollout_of_a_batch_is_that_of_its_parts(actor, world):
         assert alone == d
         total += sum(own)
     assert sum(nll) == pytest.approx(total, rel=1e-5)
+
+
+def test_rng_draws_the_seeds_of_the_worlds(actor, monkeypatch):
+    """Without it they are 0, 1, 2 ..."""
+    worlds, seeds = envs.VecTextEnv("toy", 3), []
+    reset = worlds.reset
+    monkeypatch.setattr(worlds, "reset", lambda **given: seeds.append(list(given["seeds"])) or reset(**given))
+    for rng in (None, np.random.default_rng(5)):
+        archer.rollout(actor, worlds, small(max_action_tokens=1), torch.Generator(), rng)
+    assert seeds == [[0, 1, 2], np.random.default_rng(5).integers(2**31, size=3).tolist()]
 
 
 def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):

@@ -42,8 +42,10 @@ def test_a_checkpoint_is_what_its_page_says(folder):
 
 @pytest.mark.parametrize("world", checkpoints.COMMANDS)
 def test_sft_reads_the_command_of_a_checkpoint(world, monkeypatch):
+    parsed = []
     monkeypatch.setattr(sys, "argv", shlex.split(checkpoints.COMMANDS[world])[1:])
-    assert runs.parse(sft.Args, sft.Args()).env == world
+    runs.cli(sft.Args, parsed.append)
+    assert parsed[0].env == world
 
 
 @pytest.mark.slow
@@ -79,14 +81,14 @@ def test_p_yes_is_that_of_whole_answers():
     import torch
 
     dialogues = envs.make("twenty-questions").demonstrations(30, 0)
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(width=32, layers=1, vocabulary=500))
+    model = sft.make_tiny(dialogues, sft.Args(width=32, layers=1, vocabulary=500))
     states = knowledge.late_states(5, 2)
     asked = [(state, state["guesses"]["possible"]) for state in states]
-    for (state, guess), found in zip(asked, knowledge.p_yes(model, tokenizer, asked, 4), strict=True):
+    for (state, guess), found in zip(asked, knowledge.p_yes(model, asked, 4), strict=True):
         logps = []
         for reply in knowledge.REPLIES:
-            (row,) = sft.rows_of(knowledge.extended(state, guess, reply), tokenizer, sft.Args())
-            ids, n = row[:, 0].long(), len(sft.encode(tokenizer, reply))
+            (row,) = sft.rows_of(knowledge.extended(state, guess, reply), model.tokenizer, 2048)
+            ids, n = row[:, 0].long(), len(sft.encode(model.tokenizer, reply))
             logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])
             logps.append(logp[-n:].sum())
         assert found == pytest.approx(torch.stack(logps).softmax(0)[0].item(), abs=1e-5)

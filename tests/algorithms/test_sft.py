@@ -4,6 +4,7 @@ The worlds are toys defined here: one says a word that must be said again, and i
 other one's text is written anew every turn. The models have one layer.
 """
 
+import inspect
 import json
 import os
 import random
@@ -122,12 +123,12 @@ def tiny():
     """A model and its tokenizer, and dialogues of both toys."""
     torch.manual_seed(0)
     dialogues = Parrot().demonstrations(40, 0) + Rooms().demonstrations(40, 0)
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY))
-    return model.double(), tokenizer, dialogues
+    model = sft.make_tiny(dialogues, sft.Args(**TINY))
+    return model.double(), model.tokenizer, dialogues
 
 
-def rows_in(dialogues, tokenizer, **options) -> list[torch.Tensor]:
-    return [row for d in dialogues for row in sft.rows_of(d, tokenizer, sft.Args(**TINY | options))]
+def rows_in(dialogues, tokenizer) -> list[torch.Tensor]:
+    return [row for d in dialogues for row in sft.rows_of(d, tokenizer, TINY["context"])]
 
 
 def run_of(tmp_path) -> Path:
@@ -179,10 +180,10 @@ def test_padding_order_and_composition_of_a_batch_change_nothing(tiny):
     assert torch.allclose(whole, torch.cat(turned.split(counts[::-1])[::-1]), atol=1e-12)
 
 
-def gradients(model, rows, **options) -> dict[str, torch.Tensor]:
+def gradients(model, rows, micro_batch=0) -> dict[str, torch.Tensor]:
     """After one update with a rate of 0."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sft.update(model, [optimizer], rows, sft.Args(**TINY | options))
+    sft.update(model, [optimizer], rows, micro_batch, reply_weight=1.0)
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -199,14 +200,14 @@ def test_one_times_eight_is_eight_times_one(tiny):
 def test_no_gradient_from_what_is_not_learned(tiny):
     """Replies of weight 0 and actions that are not imitated: what they are foreseen as plays no part."""
     model, tokenizer, dialogues = tiny
-    (row,) = rows_in(dialogues[:1], tokenizer, reply_weight=0)
+    (row,) = sft.rows_to_learn(dialogues[:1], tokenizer, context=64, reply_weight=0)
     assert set(row[:, 1].tolist()) <= {CONTEXT, ACTION}
     other = row.clone()
     other[-1, 0] = other[0, 0]  # the last token of the last reply: nobody reads it
-    a, b = gradients(model, [row], reply_weight=0), gradients(model, [other], reply_weight=0)
+    a, b = gradients(model, [row]), gradients(model, [other])
     embedding = "model.embed_tokens.weight"
     assert all(torch.equal(a[name], b[name]) for name in a) and a[embedding].abs().sum() > 0
-    learned = gradients(model, rows_in(dialogues[:1], tokenizer), reply_weight=1)
+    learned = gradients(model, rows_in(dialogues[:1], tokenizer))
     assert not torch.equal(a[embedding], learned[embedding])
 
 
@@ -217,7 +218,7 @@ def test_weights_of_replies(tiny):
     logp_M, kind_M = sft.score(model, rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for weight in (0.5, 1.0, 10.0):
-        figures = sft.update(model, [optimizer], rows, sft.Args(**TINY | {"reply_weight": weight}))
+        figures = sft.update(model, [optimizer], rows, 0, weight)
         said, replied = -logp_M[kind_M == ACTION], -logp_M[kind_M == REPLY]
         mean = (said.sum() + weight * replied.sum()) / (len(said) + weight * len(replied))
         assert figures["train/loss"] == pytest.approx(mean.item(), rel=1e-6)
@@ -230,10 +231,10 @@ def test_an_update_descends_and_clips(tiny):
     rows = rows_in(dialogues[:8], tokenizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = sft.update(model, [optimizer], rows, sft.Args(**TINY))
+    first = sft.update(model, [optimizer], rows, 0, 1.0)
     moved = sum(((p - before[name]) ** 2).sum() for name, p in model.named_parameters()).sqrt().item()
     assert moved == pytest.approx(0.1 * min(1.0, first["train/grad_norm"]), rel=1e-3)
-    assert sft.update(model, [optimizer], rows, sft.Args(**TINY))["train/loss"] < first["train/loss"]
+    assert sft.update(model, [optimizer], rows, 0, 1.0)["train/loss"] < first["train/loss"]
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(before[name])
@@ -241,13 +242,31 @@ def test_an_update_descends_and_clips(tiny):
 
 def test_a_loss_that_is_not_finite_stops_with_a_sentence(tiny):
     _, tokenizer, dialogues = tiny
-    model, _ = sft.make_tiny(dialogues, sft.Args(**TINY))
+    model = sft.make_tiny(dialogues, sft.Args(**TINY))
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
+    optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ArithmeticError, match="--lr"):
-        sft.update(
-            model, [torch.optim.SGD(model.parameters())], rows_in(dialogues[:2], tokenizer), sft.Args()
-        )
+        sft.update(model, [optimizer], rows_in(dialogues[:2], tokenizer), 0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_muon_has_the_matrices_of_the_layers(tiny, kind):
+    """And AdamW all else: norms, biases, embedding and output, tied or not."""
+    if kind == "llama":
+        model = tiny[0]
+    else:
+        sizes = {"n_embd": 8, "n_layer": 2, "n_head": 1, "vocab_size": 300, "n_positions": 16}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, tie_word_embeddings=False))
+    names = {p: name for name, p in model.named_parameters()}
+    (only,) = sft.make_optimizers(model, "adamw", 0.1)
+    assert [names[p] for p in only.param_groups[0]["params"]] == list(names.values())
+    adamw, muon = sft.make_optimizers(model, "muon", 0.1)
+    moved = {names[p] for p in muon.param_groups[0]["params"]}
+    rest = {names[p] for p in adamw.param_groups[0]["params"]}
+    assert moved | rest == set(names.values()) and not moved & rest
+    layers = {name for name in names.values() if re.search(r"\.\d\..*(proj|attn|c_fc)\S*weight", name)}
+    assert layers and layers <= moved and not any(re.search("lm_head|embed|ln_|norm", name) for name in moved)
 
 
 # ------------------------------------------------------------------------------------------ the rows
@@ -267,54 +286,59 @@ def test_a_dialogue_that_grows_is_one_row(tiny):
     _, tokenizer, _ = tiny
     d = {"observations": ["say ant\n", "say ant\nant: right\n", "say ant\nant: right\nbee: wrong\n"]}
     d |= {"actions": ["ant", "bee"], "rewards": [1.0, 0.0], "terminated": False, "answer": "ant"}
-    (row,) = sft.rows_of(d, tokenizer, sft.Args())
+    (row,) = sft.rows_of(d, tokenizer, 2048)
     end = tokenizer.eos_token
     expected = [("say ant\n", CONTEXT), (f"ant{end}", ACTION), (": right\n", REPLY)]
     expected += [(f"bee{end}", ACTION), (": wrong\n", REPLY)]
     assert spelled(tokenizer, row) == expected
     pieces = ["say ant\n", "ant", end, ": right\n", "bee", end, ": wrong\n"]
     assert row[:, 0].tolist() == [token for piece in pieces for token in sft.encode(tokenizer, piece)]
-    (row,) = sft.rows_of(d | {"imitate": [True, False]}, tokenizer, sft.Args())  # D4
+    (row,) = sft.rows_of(d | {"imitate": [True, False]}, tokenizer, 2048)  # D4
     expected[3] = (expected[3][0], CONTEXT)
     assert spelled(tokenizer, row) == expected
-    (row,) = sft.rows_of(d, tokenizer, sft.Args(reply_weight=0))  # D3
+    (row,) = sft.rows_to_learn([d], tokenizer, 2048, reply_weight=0.1)
+    assert spelled(tokenizer, row)[2::2] == expected[2::2]
+    (row,) = sft.rows_to_learn([d], tokenizer, 2048, reply_weight=0)  # D3
     assert [kind for _, kind in spelled(tokenizer, row)] == [CONTEXT, ACTION, CONTEXT, ACTION, CONTEXT]
 
 
 def test_a_history_that_is_rewritten_is_a_row_for_each_turn(tiny):
     _, tokenizer, dialogues = tiny
     d = next(d for d in dialogues[40:] if d["rewards"] == [1, 1, 1])
-    rows, end = sft.rows_of(d, tokenizer, sft.Args()), tokenizer.eos_token
+    rows, end = sft.rows_of(d, tokenizer, 2048), tokenizer.eos_token
     for row, before, action, after in zip(
         rows, d["observations"], d["actions"], d["observations"][1:], strict=False
     ):
         assert spelled(tokenizer, row) == [(before, CONTEXT), (action + end, ACTION), (after, REPLY)]
     assert len(rows) == 4 and not rows[3][:, 1].any(), "behind the last action there is nothing to learn"
     shortest = max(len(row) for row in rows) - 2  # the reply is cut, but the action fits
-    cut = sft.rows_of(d, tokenizer, sft.Args(context=shortest))
+    cut = sft.rows_of(d, tokenizer, shortest)
     assert max(map(len, cut)) == shortest
     assert all(torch.equal(row[:shortest], part) for row, part in zip(rows, cut, strict=True))
-    assert sft.rows_of(d, tokenizer, sft.Args(context=5)) == []
+    assert sft.rows_of(d, tokenizer, 5) == []
+    learned = sft.rows_to_learn([d], tokenizer, 2048, 1.0)
+    assert all(torch.equal(row, part) for row, part in zip(rows[:3], learned, strict=True))
 
 
 def test_a_dialogue_that_does_not_fit_is_left_out(tiny):
     _, tokenizer, dialogues = tiny
-    (row,) = sft.rows_of(dialogues[0], tokenizer, sft.Args())
-    assert len(sft.rows_of(dialogues[0], tokenizer, sft.Args(context=len(row)))) == 1
-    assert sft.rows_of(dialogues[0], tokenizer, sft.Args(context=len(row) - 1)) == []
+    (row,) = sft.rows_of(dialogues[0], tokenizer, 2048)
+    assert len(sft.rows_of(dialogues[0], tokenizer, len(row))) == 1
+    assert sft.rows_of(dialogues[0], tokenizer, len(row) - 1) == []
 
 
 def test_left_out_dialogues_are_counted_and_none_left_is_an_error(tiny, capsys):
     _, tokenizer, _ = tiny
-    lengths = sorted(len(row) for row in rows_in(Parrot().demonstrations(40, 1), tokenizer))
+    dialogues = Parrot().demonstrations(40, 1)
+    lengths = sorted(len(row) for row in rows_in(dialogues, tokenizer))
     longest = lengths[20]
     assert longest < lengths[-1]
-    found = all_lessons(tiny, sft.Args(**TINY | {"epochs": 1, "context": longest}))
+    found = sft.rows_to_learn(dialogues, tokenizer, longest, 1.0)
     too_long = sum(length > longest for length in lengths)
-    assert 0 < too_long < 40 and sum(len(batch) for batch, *_ in found) == 40 - too_long
-    assert f" {too_long} of 40 dialogues left out" in capsys.readouterr().out
+    assert 0 < too_long < 40 and len(found) == 40 - too_long
+    assert f"{too_long} of 40 dialogues left out" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--context"):
-        all_lessons(tiny, sft.Args(**TINY | {"context": 8}))
+        sft.rows_to_learn(dialogues, tokenizer, 8, 1.0)
 
 
 CHAT = (
@@ -326,19 +350,19 @@ CHAT = (
 def test_a_chat_template_is_spoken_to_in_it(tiny):
     """The row is what the template makes of the same dialogue."""
     _, _, dialogues = tiny
-    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY))[1]
+    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY)).tokenizer
     tokenizer.chat_template = CHAT
     d = dialogues[0]
-    (row,) = sft.rows_of(d, tokenizer, sft.Args())
+    (row,) = sft.rows_of(d, tokenizer, 2048)
     chat = [{"role": "user", "content": d["observations"][0]}]
     for action, reply in zip(d["actions"], envs.replies(d["observations"], d["actions"]), strict=True):
         chat += [{"role": "assistant", "content": action}, {"role": "user", "content": reply}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(row[:, 0]) == text
-    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY))[1]
+    tokenizer = sft.make_tiny(dialogues, sft.Args(**TINY)).tokenizer
     tokenizer.chat_template = CHAT.replace("eos_token", "';'")
     with pytest.raises(ValueError, match="chat template"):
-        sft.rows_of(d, tokenizer, sft.Args())
+        sft.rows_of(d, tokenizer, 2048)
 
 
 # ---------------------------------------------------------------------------- what is learned from
@@ -381,50 +405,99 @@ def test_exchanged_words_are_exchanged_throughout():
     assert all(60 < changed[word] < 120 for word in said), "three in ten"
 
 
-def all_lessons(tiny, args, state=None):
+def test_batches_have_every_row_once_and_rows_of_like_lengths(tiny):
     _, tokenizer, _ = tiny
-    world = envs.make(args.env)
-    state = {"epoch": 0, "batch": 0} if state is None else state
-    dialogues, rng = sft.read(world, args, 0), np.random.default_rng(args.seed)
-    return list(sft.lessons(world, tokenizer, dialogues, args, rng, state))
+    rows = rows_in(Parrot().demonstrations(600, 1), tokenizer)
+    batches = sft.batches_of(rows, 8, np.random.default_rng(0))
+    assert Counter(id(row) for batch in batches for row in batch) == Counter(map(id, rows))
+    assert Counter(map(len, batches)) == {8: 75}
+    spread = [max(map(len, batch)) - min(map(len, batch)) for batch in batches]
+    assert sum(spread) < 75
+    shortest = [len(batch[0]) for batch in batches[:16]]
+    assert shortest != sorted(shortest)
+    again, other = (sft.batches_of(rows, 8, np.random.default_rng(seed)) for seed in (0, 1))
+    assert [id(row) for batch in again for row in batch] == [id(row) for batch in batches for row in batch]
+    assert [id(row) for batch in other for row in batch] != [id(row) for batch in batches for row in batch]
+    assert sorted(map(len, sft.batches_of(rows[:20], 8, np.random.default_rng(0)))) == [4, 8, 8]
 
 
-def test_an_epoch_has_every_row_once_in_batches_of_like_lengths(tiny):
+def test_the_rate_rises_and_falls():
+    rates = [sft.lr_share(step, step / 150, 3) for step in range(150)]
+    assert rates == pytest.approx([min((step + 1) / 3, 1 - step / 150) for step in range(150)])
+    assert sft.lr_share(0, 0.0, 0) == 1
+
+
+def record_lessons(monkeypatch, stop: int = 0) -> list:
+    """(rows, rate) of every update; none computes anything. In number `stop` comes a Ctrl-C."""
+    seen = []
+
+    def update(model, optimizers, rows, micro_batch, reply_weight):
+        (rate,) = {optimizer.param_groups[0]["lr"] for optimizer in optimizers}
+        seen.append((rows, rate))
+        if len(seen) == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"train/loss": 0.0}
+
+    monkeypatch.setattr(sft, "update", update)
+    return seen
+
+
+def test_lessons_go_on_where_they_stood(tmp_path, monkeypatch):
+    """Two epochs of five batches, behind three of drills; stopped inside of each and at its end."""
+    options = {"drills": 20, "exchanged": 0.5, "fresh": True, "eval_episodes": 1, "optimizer": "muon"}
+    whole = record_lessons(monkeypatch)
+    sft.main(small(tmp_path / "whole", **options))
+    assert len(whole) == 13
+    shares = [min((n + 1) / 3, 1 - n / total) for total in (3, 10) for n in range(total)]
+    assert [rate / 3e-3 for _, rate in whole] == pytest.approx(shares), "drills have a fall of their own"
+    for stop in (1, 3, 5, 8, 9, 13):
+        seen = record_lessons(monkeypatch, stop)
+        sft.main(small(tmp_path / str(stop), **options))
+        assert len(seen) == stop
+        sft.main(small(tmp_path, **options, resume=str(run_of(tmp_path / str(stop)))))
+        for (rows, rate), (expected, its_rate) in zip(seen, whole, strict=True):
+            assert rate == its_rate and all(map(torch.equal, rows, expected))
+
+
+def test_a_share_of_the_rows_has_words_exchanged(tiny):
     _, tokenizer, _ = tiny
-    args = sft.Args(**TINY | {"demonstrations": 600, "epochs": 2, "drills": 20})
-    found = all_lessons(tiny, args)
-    drills, rest = [batch for batch, *_ in found[:3]], found[3:]
-    assert sum(map(len, drills)) == 20 and all(len(row) == 96 for batch in drills for row in batch)
-    expected = Counter(str(r.tolist()) for r in rows_in(Parrot().demonstrations(600, 1), tokenizer))
-    for epoch in (rest[:75], rest[75:]):
-        assert Counter(str(row.tolist()) for batch, *_ in epoch for row in batch) == expected
-        spread = [max(map(len, batch)) - min(map(len, batch)) for batch, *_ in epoch]
-        assert sum(spread) < 75 and Counter(len(batch) for batch, *_ in epoch) == {8: 75}
-    assert [len(batch[0]) for batch, *_ in rest[:16]] != sorted(len(batch[0]) for batch, *_ in rest[:16])
-    share = [p for _, p, _ in found]  # of the rate: up in so many updates and down to nothing, drills apart
-    ups = [(step + 1) / args.warm_up for step in range(150)]
-    assert share[:3] == pytest.approx([min(up, 1 - n / 3) for n, up in enumerate(ups[:3])])
-    assert share[3:] == pytest.approx([min(up, 1 - n / 150) for n, up in enumerate(ups)])
-    assert [is_last for *_, is_last in found] == [False] * 152 + [True]
+    dialogues = Parrot().demonstrations(300, 1)
+    rows, changed = sft.rows_to_learn(dialogues, tokenizer, 64, 1.0), []
+    for share in (0.0, 0.5, 1.0):
+        args, rng = sft.Args(**TINY | {"exchanged": share}), np.random.default_rng(0)
+        found = sft.rows_of_epoch(1, dialogues, tokenizer, args, rng)
+        changed.append(sum(not torch.equal(row, new) for row, new in zip(rows, found, strict=True)))
+    assert changed[0] == 0 and changed[2] > 50 and 0.3 < changed[1] / changed[2] < 0.7
 
 
-def test_lessons_go_on_where_they_stood(tiny):
-    args = sft.Args(**TINY | {"epochs": 2, "drills": 20, "exchanged": 0.5, "fresh": True})
-    _, tokenizer, _ = tiny
-    whole = all_lessons(tiny, args)
-    for stop in (1, 3, 5, 8, 9, len(whole)):
-        state, rng, world = {"epoch": 0, "batch": 0}, np.random.default_rng(args.seed), Parrot()
-        dialogues = sft.read(world, args, 0)
-        lessons = sft.lessons(world, tokenizer, dialogues, args, rng, state)
-        for _ in range(stop):
-            next(lessons)
-        saved = dict(state)
-        rng = np.random.default_rng(999)
-        rng.bit_generator.state = saved["rng"]
-        rest = list(sft.lessons(world, tokenizer, dialogues, args, rng, saved))
-        assert len(rest) == len(whole) - stop
-        for (batch, *a), (other, *b) in zip(rest, whole[stop:], strict=True):
-            assert a == b and all(torch.equal(x, y) for x, y in zip(batch, other, strict=True))
+def test_every_epoch_has_all_dialogues_and_fresh_ones_if_asked(tmp_path, monkeypatch):
+    for fresh in (False, True):
+        seen = record_lessons(monkeypatch)
+        sft.main(small(tmp_path / str(fresh), fresh=fresh, eval_episodes=1))
+        tokenizer = AutoTokenizer.from_pretrained(run_of(tmp_path / str(fresh)) / "actor")
+        for epoch in (1, 2):
+            expected = rows_in(Parrot().demonstrations(40, 1 + epoch * fresh), tokenizer)
+            batches = [rows for rows, _ in seen[5 * (epoch - 1) : 5 * epoch]]
+            found = Counter(str(row.tolist()) for rows in batches for row in rows)
+            assert found == Counter(str(row.tolist()) for row in expected)
+
+
+def test_a_signal_between_two_epochs_ends_the_run_behind_the_next_update(tmp_path, monkeypatch):
+    """What was learned since the last line is saved."""
+    seen, real, made = record_lessons(monkeypatch), sft.batches_of, []
+
+    def batches_of(rows, size, rng):
+        made.append(rows)
+        if len(made) == 3:  # drills, none, the first epoch and the second
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(rows, size, rng)
+
+    monkeypatch.setattr(sft, "batches_of", batches_of)
+    sft.main(small(tmp_path, eval_episodes=1))
+    assert len(seen) == 6
+    assert [row["iteration"] for row in lines(run_of(tmp_path) / "metrics.jsonl")] == [6]
+    sft.main(small(tmp_path, eval_episodes=1, resume=str(run_of(tmp_path))))
+    assert len(seen) == 10
 
 
 def test_keep_takes_the_best_by_return():
@@ -434,6 +507,23 @@ def test_keep_takes_the_best_by_return():
     returns = sorted((sum(d["rewards"]) for d in every), reverse=True)
     assert [sum(d["rewards"]) for d in best] == returns[:20]
     assert sft.read(world, sft.Args(env="parrot", demonstrations=200), 0) == every
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--keep", {"keep": 0}),
+        ("--keep", {"keep": -0.5}),
+        ("--keep", {"demonstrations": 0}),
+        ("--batch", {"batch": 0}),
+        ("--micro-batch", {"micro_batch": -1}),
+        ("--reply-weight", {"reply_weight": -1}),
+        ("--epochs", {"epochs": 0}),
+    ],
+)
+def test_what_would_go_wrong_in_silence_is_a_sentence(tmp_path, flag, options):
+    with pytest.raises(ValueError, match=flag):
+        sft.main(small(tmp_path, **options))
 
 
 def test_fresh_demonstrations_are_of_another_seed_each_epoch():
@@ -447,7 +537,7 @@ def test_fresh_demonstrations_are_of_another_seed_each_epoch():
 
 def test_a_file_of_dialogues(tmp_path, capsys):
     dialogues = Parrot().demonstrations(30, 5)
-    sft.runs.write(tmp_path / "data.jsonl", dialogues)
+    runs.write_jsonl(tmp_path / "data.jsonl", dialogues)
     args = small(tmp_path / "runs", dataset=str(tmp_path / "data.jsonl"), keep=0.5, epochs=1)
     seen = sft.read(Parrot(), args, 0)
     assert (
@@ -484,7 +574,8 @@ def test_every_text_can_be_written(tiny):
 
 def test_the_most_frequent_lines_are_one_token_inside_a_text_too():
     dialogues = envs.make("mini-detective").demonstrations(50, 0)
-    _, tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=200, vocabulary=500, width=32, layers=1))
+    options = {"vocabulary": 500, "width": 32, "layers": 1}
+    tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=200, **options)).tokenizer
     texts = [text for d in dialogues for text in d["observations"]]
     assert all(tokenizer.decode(sft.encode(tokenizer, text)) == text for text in texts)
     # a line and its end, but for the last one, which has its end with it
@@ -496,7 +587,8 @@ def test_the_most_frequent_phrases_are_one_token(tmp_path):
     dialogues = envs.make("twenty-questions").demonstrations(100, 0)
     said = Counter(a for d in dialogues for a in d["actions"])
     said.update(r for d in dialogues for r in envs.replies(d["observations"], d["actions"]))
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=50, vocabulary=500, width=32, layers=1))
+    model = sft.make_tiny(dialogues, sft.Args(phrases=50, vocabulary=500, width=32, layers=1))
+    tokenizer = model.tokenizer
     assert len(tokenizer) == model.config.vocab_size <= 550
     for text, number in said.most_common(40):
         assert len(sft.encode(tokenizer, text)) == 1 and tokenizer.decode(sft.encode(tokenizer, text)) == text
@@ -510,11 +602,11 @@ def test_the_most_frequent_phrases_are_one_token(tmp_path):
 
 def test_the_tiny_model_is_what_the_flags_say(tiny):
     _, _, dialogues = tiny
-    model, tokenizer = sft.make_tiny(dialogues, sft.Args(width=64, inner=80, layers=2, context=300))
+    model = sft.make_tiny(dialogues, sft.Args(width=64, inner=80, layers=2, context=300))
     config = model.config
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 80, 2)
     assert (config.num_attention_heads, config.max_position_embeddings) == (2, 300)
-    assert config.tie_word_embeddings and config.eos_token_id == tokenizer.eos_token_id
+    assert config.tie_word_embeddings and config.eos_token_id == model.tokenizer.eos_token_id
     assert not model.training
 
 
@@ -531,31 +623,13 @@ def test_a_missing_model_is_seen_before_dialogues_are_made(tmp_path, monkeypatch
         sft.main(small(tmp_path, model=str(tmp_path / "nowhere")))
 
 
-def test_what_load_says_of_bad_folders(tiny, tmp_path):
-    model, tokenizer, _ = tiny
-    nowhere = str(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no model in .*nowhere: there is no such folder$"):
-        sft.load(AutoModelForCausalLM, nowhere, sft.Args(model=nowhere))
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded, _ = sft.load(AutoModelForCausalLM, str(tmp_path), sft.Args())
-    assert all(p.dtype == torch.float32 for p in loaded.parameters()) and not loaded.training
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    with pytest.raises(ValueError, match="no weights for model"):
-        sft.load(AutoModelForCausalLM, str(tmp_path), sft.Args())
-
-
 # ------------------------------------------------------------------------------------------ playing
 
 
 def play(tiny, greedy, **options):
-    model, tokenizer, _ = tiny
-    args = sft.Args(**TINY | options)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = {"do_sample": True, "top_k": 0, "max_new_tokens": args.max_action_tokens}
-    model.generation_config = transformers.GenerationConfig(**ends, **config)
-    return sft.play(model, tokenizer, args, greedy)
+    model, args = tiny[0], sft.Args(**TINY | options)
+    sft.set_generation(model, args.max_action_tokens)
+    return sft.play(model, args, greedy)
 
 
 @pytest.mark.parametrize("env", ["parrot", "rooms"])
@@ -609,12 +683,12 @@ def test_a_context_without_room_ends_a_dialogue(tiny):
 # ------------------------------------------------------------------------------------------ main
 
 
-def spy(monkeypatch, name: str) -> list:
-    """The arguments of all calls of a function of sft."""
+def spy(monkeypatch, name: str) -> list[dict]:
+    """The arguments of all calls of a function of sft, by name."""
     calls, real = [], getattr(sft, name)
 
     def spied(*args, **kwargs):
-        calls.append((args, kwargs))
+        calls.append(inspect.signature(real).bind(*args, **kwargs).arguments)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(sft, name, spied)
@@ -623,15 +697,20 @@ def spy(monkeypatch, name: str) -> list:
 
 def test_what_main_hands_on(tmp_path, monkeypatch):
     """Drills first, then the best tenth, mistakes in context only; then greedy and sampled play."""
-    rates, updates, played = [], spy(monkeypatch, "update"), spy(monkeypatch, "play")
-    step = torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))
-    )
+    rates, is_new, updates, played = [], [], spy(monkeypatch, "update"), spy(monkeypatch, "play")
+    real = torch.optim.AdamW.step
+
+    def step(optimizer):
+        rates.append(optimizer.param_groups[0]["lr"])
+        is_new.append(not optimizer.state)
+        real(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     args = small(tmp_path, demonstrations=400, keep=0.1, drills=16, epochs=3, lr=0.01, warm_up=4)
+    args = replace(args, micro_batch=3, reply_weight=0.5)
     sft.main(args)
     tokenizer = AutoTokenizer.from_pretrained(run_of(tmp_path) / "actor")
-    batches = [args[2] for args, _ in updates]
+    batches = [given["rows"] for given in updates]
     assert all(len(row) == 96 for batch in batches[:2] for row in batch) and len(batches) == 2 + 3 * 5
     every = Parrot().demonstrations(400, 1)
     best = sorted(every, key=lambda d: -sum(d["rewards"]))[:40]
@@ -641,15 +720,17 @@ def test_what_main_hands_on(tmp_path, monkeypatch):
     phases = [(i, 2) for i in range(2)] + [(i, 15) for i in range(15)]
     expected = [0.01 * min((i + 1) / 4, 1 - i / total) for i, total in phases]
     assert rates == pytest.approx(expected)
-    assert [kwargs["greedy"] for _, kwargs in played] == [True, False]
-    assert updates[0][0][0] is played[0][0][0] is played[1][0][0], "what was trained is what plays"
+    assert [i for i, new in enumerate(is_new) if new] == [0, 2], "moments of drills are no use for dialogues"
+    assert [given["greedy"] for given in played] == [True, False]
+    assert len({id(given["model"]) for given in updates + played}) == 1, "what was trained is what plays"
+    assert {(given["micro_batch"], given["reply_weight"]) for given in updates} == {(3, 0.5)}
 
 
 def test_greedy_and_sampled_figures_are_not_exchanged(tmp_path, monkeypatch):
     real = sft.play
 
-    def play(model, tokenizer, args, greedy):
-        dialogues = real(model, tokenizer, args, greedy)
+    def play(model, args, greedy):
+        dialogues = real(model, args, greedy)
         return [d | {"rewards": [7.0 if greedy else 5.0]} for d in dialogues]
 
     monkeypatch.setattr(sft, "play", play)
@@ -657,14 +738,28 @@ def test_greedy_and_sampled_figures_are_not_exchanged(tmp_path, monkeypatch):
     assert (summary["eval_return"], summary["eval_return_greedy"]) == (5, 7)
     last = lines(run_of(tmp_path) / "metrics.jsonl")[-1]
     assert (last["eval/return"], last["eval/return_greedy"]) == (5, 7)
+    samples = lines(run_of(tmp_path) / "rollouts.jsonl")
+    assert [d["rewards"] for d in samples] == [[5]] * 8, "what is kept was sampled"
 
 
-def test_mistakes_are_not_imitated(tmp_path):
+@pytest.fixture
+def trained(tmp_path_factory, toys):
+    """(summary, folder) of a run that has learned to say the word; made once."""
+    if not TRAINED:
+        folder = tmp_path_factory.mktemp("trained")
+        summary = sft.main(small(folder, epochs=20, demonstrations=400, lr=0.01, warm_up=20))
+        TRAINED.extend([summary, run_of(folder)])
+    return TRAINED
+
+
+TRAINED = []
+
+
+def test_mistakes_are_not_imitated(trained):
     """One word in two is a mistake; a model that imitated these would be right half of the time."""
-    options = {"epochs": 20, "demonstrations": 400, "lr": 0.01, "warm_up": 20}
-    summary = sft.main(small(tmp_path, **options))
+    summary, _ = trained
     assert summary["eval_return_greedy"] == 3 and summary["eval_return"] > 2.8
-    assert summary["eval_success"] > 0.8 and summary["warm_start_return"] is None
+    assert summary["eval_success"] > 0.8 and "warm_start_return" not in summary
 
 
 def test_a_run_leaves_what_it_must(tmp_path):
@@ -672,28 +767,19 @@ def test_a_run_leaves_what_it_must(tmp_path):
     run = run_of(tmp_path)
     assert run.name.startswith("parrot__sft__1__")
     assert json.loads((run / "summary.json").read_text()) == summary
-    keys = "warm_start_return eval_return eval_return_greedy eval_success episodes seconds cpu_seconds"
-    assert set(summary) == {*keys.split(), "peak_memory_mb", "seed", "commit"}
+    assert summary["episodes"] == 40 and summary["iteration"] == 11
     assert sft.Args(**json.loads((run / "args.json").read_text())) == small(tmp_path, save_every=3, drills=8)
     rows = lines(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [3, 6, 9, 11]
+    assert ["eval/return" in row for row in rows] == [False, False, False, True]
     assert len(lines(run / "rollouts.jsonl")) == 8 and list(run.glob("events.out.tfevents.*"))
     assert not list(run.rglob("*.tmp"))
     torch.load(run / "checkpoint.pt", weights_only=True)
 
 
-def test_metrics_are_those_of_the_page(tmp_path):
-    """Every tag that a run logs stands in the table of docs/sft.md, and every row of it is logged."""
-    sft.main(small(tmp_path, drills=8))
-    logged = {tag for row in lines(run_of(tmp_path) / "metrics.jsonl") for tag in row} - {"iteration"}
-    page = (ROOT / "docs/sft.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+/\w+)` \| .{10,} \|$", page, re.M)) == logged
-
-
-def test_the_saved_actor_loads_and_speaks(tmp_path):
+def test_the_saved_actor_loads_and_speaks(trained):
     """By transformers alone; a turn ends by itself, as the generation's configuration says how."""
-    sft.main(small(tmp_path, epochs=20, demonstrations=400, lr=0.01, warm_up=20))
-    folder = run_of(tmp_path) / "actor"
+    folder = trained[1] / "actor"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer("say ant\n", return_tensors="pt", add_special_tokens=False)
     ids = model.generate(**inputs, do_sample=False)[0].tolist()
@@ -702,14 +788,19 @@ def test_the_saved_actor_loads_and_speaks(tmp_path):
     assert model.generation_config.top_k == 0 and model.generation_config.do_sample
 
 
-def test_a_model_that_exists_goes_on(tmp_path):
+def test_a_model_that_exists_goes_on(trained, tmp_path):
     """Its own return comes first, its own tokenizer is used, and training starts from its weights."""
-    first = sft.main(small(tmp_path / "a", epochs=20, demonstrations=400, lr=0.01, warm_up=20))
-    actor = str(run_of(tmp_path / "a") / "actor")
+    first, folder = trained
+    actor = str(folder / "actor")
     second = sft.main(small(tmp_path / "b", model=actor, epochs=1, lr=1e-9))
     assert second["warm_start_return"] == pytest.approx(first["eval_return"], abs=0.1)
     assert second["eval_return"] == second["warm_start_return"]
-    kept = (run_of(tmp_path / "b") / "actor/tokenizer.json").read_text()
+    run = run_of(tmp_path / "b")
+    found = [row["eval/return"] for row in lines(run / "metrics.jsonl") if "eval/return" in row]
+    assert found == [second["warm_start_return"], second["eval_return"]]
+    sft.main(small(tmp_path / "b", model=actor, epochs=1, lr=1e-9, resume=str(run)))
+    assert len(lines(run / "metrics.jsonl")) == 2, "a run that goes on does not start again"
+    kept = (run / "actor/tokenizer.json").read_text()
     assert json.loads(kept)["model"] == json.loads(Path(actor, "tokenizer.json").read_text())["model"]
 
 
@@ -749,7 +840,7 @@ def test_stopped_and_resumed_to_the_bit(tmp_path, monkeypatch, stop, capsys):
         patch.setattr(sft, "update", update)
         summary = sft.main(small(tmp_path / "parts", **options))
     run = run_of(tmp_path / "parts")
-    assert len(count) == stop and summary["eval_return"] is None and "--resume" in capsys.readouterr().out
+    assert len(count) == stop and "eval_return" not in summary and "--resume" in capsys.readouterr().out
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["sft.py", "--resume", str(run)])
         args = parsed()
@@ -813,24 +904,13 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys):
     for words, said in [
         (["--env", "nowhere"], "unknown environment"),
         (["--world", "rules=odd"], "no option 'rules'"),
-        (["--model", str(tmp_path / "nothing"), "--demonstrations", "2"], "no model in"),
         (["--dataset", "nothing"], "nothing"),
-        (["--resume", str(tmp_path)], "args.json"),
     ]:
         monkeypatch.setattr(sys, "argv", ["sft.py", *words, "--runs", str(tmp_path / "runs")])
         with pytest.raises(SystemExit) as error:
             runs.cli(sft.Args, sft.main)
         (line,) = capsys.readouterr().err.splitlines()
         assert error.value.code == 2 and said in line and line.startswith("sft.py: ")
-
-
-def test_a_damaged_checkpoint_is_a_sentence(tmp_path):
-    sft.main(small(tmp_path, epochs=1))
-    run = run_of(tmp_path)
-    for content in (b"", b"garbage"):
-        (run / "checkpoint.pt").write_bytes(content)
-        with pytest.raises(ValueError, match="cannot be resumed"):
-            sft.main(small(tmp_path, epochs=1, resume=str(run)))
 
 
 @pytest.mark.slow
@@ -855,7 +935,7 @@ def test_a_real_model_learns_and_speaks_in_its_chat_template(tmp_path, smollm, m
     assert -20 <= summary["warm_start_return"] <= 0
     folder = run_of(tmp_path) / "actor"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    first = updates[0][0][2][0][:, 0]
+    first = updates[0]["rows"][0][:, 0]
     assert tokenizer.decode(first).startswith("<|im_start|>system\n")
     assert "<|im_start|>user\nQuestions:\n<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(first)
     chat = [{"role": "user", "content": "Questions:\n"}]

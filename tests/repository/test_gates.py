@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from tiny import make_checkpoint
+from tiny import guide_options, make_checkpoint
 
 import envs
 from envs import runs
@@ -176,13 +176,7 @@ def tiny(script: Path, model: Path | None = None) -> list[str]:
 
 def data_of(script: Path, folder: Path) -> list[str]:
     """Options for a script that learns from files of its own: small ones, in `folder`."""
-    if script.stem != "guide_simcse":
-        return []
-    from test_guide_simcse import to_file, toy_eval, toy_records
-
-    folder.mkdir(exist_ok=True)
-    train = to_file(folder / "guide_train_20_3.jsonl.gz", toy_records())
-    return ["--train-data", train, "--eval-data", to_file(folder / "guide_dev_1.jsonl.gz", toy_eval())]
+    return guide_options(folder) if script.stem == "guide_simcse" else []
 
 
 def skip_without_world(script: Path) -> None:
@@ -857,8 +851,7 @@ def test_every_page_that_a_source_names_is_there(source):
     named = re.findall(
         r"\b(?:docs|envs|tests|benchmarks)/[\w/.-]+\.\w+\b", source.read_text(encoding="utf-8")
     )
-    moved = {"docs/worlds.md"}  # to docs/worlds/
-    assert [name for name in named if name not in moved and not (ROOT / name).exists()] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_entry_of_the_log_has_a_date_and_a_verdict():

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
+from tiny import guide_options
 
 import envs
 from envs import runs
@@ -86,16 +87,6 @@ def refused(monkeypatch, capsys):
     return command
 
 
-def guides_data(script: str, folder: Path) -> list[str]:
-    """The guide needs data of its own."""
-    if script != "guide_simcse.py":
-        return []
-    from test_guide_simcse import to_file, toy_eval, toy_records
-
-    train = to_file(folder / "guide_train_20_3.jsonl.gz", toy_records())
-    return ["--train-data", train, "--eval-data", to_file(folder / "guide_dev_1.jsonl.gz", toy_eval())]
-
-
 @pytest.mark.parametrize("kind", ["model", "tokenizer"])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_code_in_a_models_folder_is_not_run(flag, kind, refused, tmp_path):
@@ -103,7 +94,7 @@ def test_code_in_a_models_folder_is_not_run(flag, kind, refused, tmp_path):
     folder = tmp_path / "planted"
     witness = plant(folder, kind)
     words = [str(folder) if word == "FOLDER" else word for word in words]
-    data = guides_data(script, tmp_path)
+    data = guide_options(tmp_path) if script == "guide_simcse.py" else []
     said = refused(script, *words, *data, *(["--runs", tmp_path] if script != "envs/play.py" else []))
     assert not witness.exists() and "planted" in said
 
@@ -116,7 +107,8 @@ def test_code_behind_a_runs_folder_is_not_run(flag, kind, refused, tmp_path):
     folder = tmp_path / "planted"
     witness = plant(folder, kind if kind != "checkpoint" else "pickle")
     named = str(MODEL) if kind == "checkpoint" else str(folder)
-    words = [*[named if word == "FOLDER" else word for word in words], *guides_data(script, tmp_path)]
+    words = [named if word == "FOLDER" else word for word in words]
+    words += guide_options(tmp_path) if script == "guide_simcse.py" else []
     saved = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     saved = {name: int(value) if value.isdigit() else value for name, value in saved.items()}
     run = tmp_path / "run"
@@ -145,6 +137,7 @@ def test_code_in_an_oracles_or_a_guides_folder_is_not_run(kind, tmp_path, monkey
     for id in ("twenty-questions", "guess-my-city"):
         with pytest.raises(envs.Unavailable, match="planted"):
             envs.make(id, oracle=str(tmp_path / "planted"))
+    lge, guide = importlib.import_module("lge_drrn"), str(tmp_path / "planted")
     with pytest.raises(ValueError, match="planted"):
-        importlib.import_module("lge_drrn").load_encoder(str(tmp_path / "planted"), "cpu")
+        lge.load_encoder(guide, lge.Args(guide=guide))
     assert not witness.exists()

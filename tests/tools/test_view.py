@@ -34,10 +34,10 @@ def run(tmp_path_factory):
     records = [
         {"iteration": i // 100} | d | v for i, (d, v) in enumerate(zip(dialogues, values, strict=True))
     ]
-    runs.write(folder / "args.json", [{"seed": 1}])
-    runs.write(folder / "rollouts.jsonl", records)
+    runs.write_json(folder / "args.json", {"seed": 1})
+    runs.write_jsonl(folder / "rollouts.jsonl", records)
     metrics = [{"iteration": i, "rollout/return": -10.0 - i, "actor/kl": 0.1} for i in range(10)]
-    runs.write(folder / "metrics.jsonl", metrics)
+    runs.write_jsonl(folder / "metrics.jsonl", metrics)
     return folder
 
 
@@ -77,8 +77,10 @@ def test_a_folder_that_does_not_exist_is_called_that(tmp_path):
 
 def test_a_figure_that_is_no_number_is_none_to_the_browser(tmp_path):
     """Python writes NaN into JSON, which no browser reads: the whole page would stay empty."""
-    runs.write(tmp_path / "args.json", [{}])
-    runs.write(tmp_path / "metrics.jsonl", [{"iteration": 1, "critic/bias": float("nan"), "time/x": 1.5}])
+    runs.write_json(tmp_path / "args.json", {})
+    runs.write_jsonl(
+        tmp_path / "metrics.jsonl", [{"iteration": 1, "critic/bias": float("nan"), "time/x": 1.5}]
+    )
     (row,) = view.read(tmp_path)["metrics"]
     assert row == {"iteration": 1, "critic/bias": None, "time/x": 1.5}
 
