@@ -4,14 +4,16 @@
     python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...
 
-The critic works on utterances, off-policy: from a replay buffer it learns what an utterance a is worth in the
-dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues, and each
-utterance's advantage is the reward of all its tokens. Both start from a checkpoint, by default a tiny one.
+The critic works on utterances, off-policy: from a replay buffer it learns Q(s, a), what utterance a is worth
+in dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues. The
+advantage of an utterance is its terminal reward, and so the return of each of its tokens. Both start from a
+checkpoint, by default a tiny one.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
   E2  V(s)   <- E_{a~pi} Qbar(s,a)                         Eq. 2      value_loss
-  E3  grad log pi(a|s) * A,  A = min Q(s,a) - min V(s)     Eq. 3      advantages, reinforce_loss
+  E3  grad log pi(a|s) * A                                 Eq. 3      reinforce_loss
+      with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
   E6  V(s)   <- upper expectile of Qbar(s,a) over the data Eq. 6      value_loss
@@ -20,10 +22,11 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
   D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
-  D5  Rates, batches, buffer, warm-up and numbers of updates are tuned for a tiny model; Table 3 has others.
-  D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise undoes less.
+  D5  Rates, batches, buffer, warm-up and numbers of updates are tuned for a tiny model; Table 3 has theirs.
+  D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise then undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one new utterance in each state.
-  D8  The baseline of E4 is a head on the actor's hidden states; in the paper it is a network of its own.
+  D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
+      it is a network of its own with 60 updates an iteration.
 """
 
 import copy
@@ -69,19 +72,19 @@ class Args:
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
-    critic_loss: Literal["td", "mc", "iql"] = "td"  # E1 and E2; Q and V on returns (App. D.1); E1 and E6
+    critic_loss: Literal["td", "mc", "iql"] = "td"  # td: E1, E2; mc: returns, App. D.1; iql: E1, E6, App. D.2
     critic_lr: float = 3e-4  # paper: 6e-4 (D5)
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
     critic_batch: int = 32  # dialogues in an update of the critic (paper: a batch of 256)
     critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
-    warmup: int = 5  # iterations before the actor moves (paper: 20 or 10; 0: none)
+    warmup: int = 5  # iterations before the actor moves (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
     expectile: float = 0.9  # of E6, for --critic-loss iql
 
     actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D5)
     anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
-    actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3; 0: none)
+    actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3); 0: none
     actor_batch: int = 64  # dialogues in an update of the actor (paper: a batch of 256)
     kl: float = 0.05  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # advantages minus their batch mean (D3)
@@ -89,13 +92,14 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
-# The N actions of a batch of dialogues are numbered through. Utterances are one for each of their states.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
+# dialogues are numbered consecutively; `utterances` are one for each of their N states, in that order.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -114,10 +118,10 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; each action ends with the end token.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
-    if len(dialogues) == 0:
+    if len(dialogues) == 0:  # may be an array
         raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
@@ -126,17 +130,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
+            # Not +=, which would change a list of `encode`.
             row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
@@ -149,7 +155,7 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -161,7 +167,7 @@ def flat(dialogues, key):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, L tokens written.
+# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -172,11 +178,11 @@ def td_target(reward_N, next_v_N2, gamma):
 
 
 def value_loss(v_N2, q_N2, expectile=0.5):
-    """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
+    """E2 at expectile 0.5 (two weights of 0.5: the twins' mean). Above it E6: V tends to the best Q."""
     gap_N2 = q_N2 - v_N2
     is_below_N2 = (gap_N2 < 0).to(gap_N2)
     weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
-    return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
+    return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2, E6
 
 
 def mc_returns(rewards, gamma):
@@ -188,18 +194,18 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
 
 
 def advantages(q_N2, v_N2):
-    """E3: min Q - min V [N], the minimum over the twins."""
+    """The A of E3, sec. 3.6: min Q - min V [N], the minimum over the twins."""
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
-    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
+    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3, E5
 
 
 def baseline_loss(baseline_M, advantage_N, owner_M):
@@ -219,25 +225,26 @@ class Packed:
     visible_BTT: torch.Tensor  # whether a token (second axis) sees another one (third axis)
     row_N: torch.Tensor  # of each utterance
     state_N: torch.Tensor  # column of the last token of its state: V is read there
-    end_N: torch.Tensor  # column of its end token: Q is read there
+    end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
     owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
     before_M: torch.Tensor  # column of the token that predicts it
     column_M: torch.Tensor  # its own column
 
     def hidden(self, body, dtype):
         """The last hidden states of a decoder [B, T, H]."""
-        return read(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
+        return masked_states(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
 
 
-ROW, PADDING = -1, -2  # for tokens that belong to no fork
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
-    """Packs dialogues and utterances [N][token ids]; without these the actions, which stand in the rows.
+    """Packs dialogues and utterances [N][token ids], by default the actions, which are in the rows already.
 
-    Other utterances are forks: they stand behind their row, and see it up to their state, and themselves.
-    A row "s s a s a" with the forks "b b" and "c c" in its two states:
+    Other utterances are forks: each is appended to its row, and sees that row up to its state, and itself.
+    A row with two actions a and the forks b and c in its two states:
 
+        token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
         fork      - - - - -  0 0  1 1
         start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
@@ -250,15 +257,15 @@ def pack(dialogues, tokenizer, utterances=None) -> Packed:
     owners = []
     before = []
     columns = []
-    for n, (row, start, stop) in enumerate(spans):
-        own = range(start, stop)
+    for n, (b, start, stop) in enumerate(spans):
+        own = range(start, stop)  # columns of utterance n
         if utterances is not None:
             length = len(utterances[n])
-            own = range(len(ids[row]), len(ids[row]) + length)
-            ids[row] += utterances[n]
-            positions[row] += range(start, start + length)
-            forks[row] += [n] * length
-            starts[row] += [start] * length
+            own = range(len(ids[b]), len(ids[b]) + length)
+            ids[b] += utterances[n]
+            positions[b] += range(start, start + length)
+            forks[b] += [n] * length
+            starts[b] += [start] * length
         ends.append(own[-1])
         owners += [n] * len(own)
         before += [start - 1, *own[:-1]]
@@ -286,17 +293,17 @@ def visibility(position_BT, fork_BT, start_BT):
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -310,7 +317,7 @@ def hidden_states(body, dtype, **inputs):
 
 
 def score(actor, dialogues, utterances, temperature, dtype):
-    """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
+    """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
     packed = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = packed.hidden(actor.base_model, dtype)
     row_M = packed.row_N[packed.owner_M]
@@ -339,30 +346,30 @@ class Critic(nn.Module):
         self.v_heads = Twins(width, width, value)
         self.q_heads = Twins(q_inputs, width, value)
 
-    def forward(self, dialogues, utterances=None):
-        """V of all states [N, 2], and Q [N, 2] of an utterance (text) in each, by default of the action."""
-        hidden = self.read_apart if self.is_encoder else self.read_together
-        v_NH, q_NH = hidden(dialogues, utterances)
-        return self.v_heads(v_NH), self.q_heads(q_NH)
+    def forward(self, dialogues, texts=None):
+        """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
+        read = self.read_apart if self.is_encoder else self.read_together
+        state_NH, both_NH = read(dialogues, texts)
+        return self.v_heads(state_NH), self.q_heads(both_NH)
 
-    def read_together(self, dialogues, utterances):
+    def read_together(self, dialogues, texts):
         """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
         forks = None
-        if utterances is not None:
+        if texts is not None:
             end = [self.tokenizer.eos_token_id]
-            forks = [encode(self.tokenizer, text) + end for text in utterances]
+            forks = [encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
         hidden_BTH = packed.hidden(self.body, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
         return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
-    def read_apart(self, dialogues, utterances):
+    def read_apart(self, dialogues, texts):
         """An encoder's vectors of each state [N, H], and of both state and utterance [N, 2H]."""
         states = []
         for dialogue in dialogues:
             states += dialogue["observations"][: len(dialogue["actions"])]
         state_NH = self.cls(states)
-        said_NH = self.cls(utterances or flat(dialogues, "actions"))
+        said_NH = self.cls(texts or flat(dialogues, "actions"))
         return state_NH, torch.cat([state_NH, said_NH], -1)
 
     def cls(self, texts):
@@ -408,7 +415,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -416,38 +423,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -456,14 +465,16 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+    """Plays all worlds to their end, in lockstep.
 
+    Returns the dialogues that have an action, and -log pi of each utterance.
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
     seeds = range(len(worlds))
@@ -471,7 +482,8 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
@@ -508,7 +520,7 @@ def fresh_utterances(actor, dialogues, args, generator):
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -530,22 +542,22 @@ def with_fresh(dialogues, actor, args, generator):
 
 
 def critic_targets(target_critic, dialogues, return_N, args):
-    """What Q and V are to become [N, 2] each, and the expectile of V's loss."""
-    if args.critic_loss == "mc":  # App. D.1
+    """The targets of Q and of V [N, 2] each, and the expectile of V's loss."""
+    if args.critic_loss == "mc":  # App. D.1, where the buffer is smaller, too
         return_N2 = return_N[:, None].expand(-1, 2)
         return return_N2, return_N2, 0.5
     if args.critic_loss == "td":
-        next_v_N2, v_target_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi
+        v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi
         expectile = 0.5
     else:
-        next_v_N2, v_target_N2 = target_critic(dialogues)  # E6: a ~ data
+        v_N2, q_N2 = target_critic(dialogues)  # E6: a ~ data
         expectile = args.expectile
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
-    next_v_N2 = next_v_N2.roll(-1, 0)
-    next_v_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    next_v_N2 = v_N2.roll(-1, 0)
+    next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
     reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
-    return td_target(reward_N, next_v_N2, args.gamma), v_target_N2, expectile
+    return td_target(reward_N, next_v_N2, args.gamma), q_N2, expectile
 
 
 def critic_update(critic, target_critic, optimizer, dialogues, args):
@@ -593,20 +605,21 @@ def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args,
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     p_MV = logp_MV.exp()
-    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1; no gradient through a_<i
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact over V; a_<i gets no gradient
     kl = kl_M.sum() / len(fresh)
     baseline_M = torch.zeros_like(logp_M)
-    token_loss = logp_M.new_zeros(())
+    vtok_loss = logp_M.new_zeros(())
     if args.baseline:
         baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
-        token_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
+        vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)  # E3, E5
-    loss = policy_loss + args.kl * kl + token_loss
+    loss = policy_loss + args.kl * kl + vtok_loss
+    # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
     entropy_M = -(p_MV * logp_MV).sum(-1)
     return {
         "actor/loss": policy_loss.item(),
-        "actor/baseline_loss": token_loss.item(),
+        "actor/baseline_loss": vtok_loss.item(),
         "actor/kl": kl.item(),
         "actor/entropy": entropy_M.sum().item() / len(fresh),
         "actor/advantage_mean": raw_N.mean().item(),
@@ -617,9 +630,9 @@ def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args,
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
@@ -658,36 +671,35 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "archer")
     rng = run.rng
     generator = run.generator
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- all that learns, as it starts
+    # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    ref_model = copy.deepcopy(actor).requires_grad_(False)
+    ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     if args.critic:
         body = runs.load(transformers.AutoModel, args.critic, args)
     else:
         body = copy.deepcopy(actor.base_model)  # D2
         body.tokenizer = actor.tokenizer
-    first, _ = rollout(actor, worlds, args, generator, rng)
+    first, _ = rollout(actor, worlds, args, generator, rng)  # a resumed run drops these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in first]
     value = float(np.mean(returns))  # D4
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     width = actor.config.hidden_size
-    baseline = mlp(width, width, 0.0).to(args.device)
-    moved = [*actor.parameters(), *baseline.parameters()]
-    optimizer = torch.optim.AdamW(moved, lr=args.actor_lr, weight_decay=0.0)
+    baseline = mlp(width, width, 0.0).to(args.device)  # idle without --baseline
+    trained = [*actor.parameters(), *baseline.parameters()]
+    actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    modules = {"actor": actor, "baseline": baseline, "optimizer": optimizer}
+    # --- a new run, or a resumed one
+    modules = {"actor": actor, "baseline": baseline, "actor_optimizer": actor_optimizer}
     modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
     run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
         run.log(evaluate(actor, args), "return")
-    replay_buffer = run.state["replay_buffer"]
+    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
@@ -700,10 +712,10 @@ def main(args: Args) -> dict[str, float]:
             replay_buffer.pop(0)
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
-        pool = rng.choice(replay_buffer, args.critic_pool)
+        pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
         if args.critic_loss == "td":
             pool = with_fresh(pool, actor, args, generator)
-        critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # a resumed run may have been given another
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
         for _ in range(args.critic_updates):
             batch = rng.choice(pool, args.critic_batch)
             logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
@@ -713,10 +725,12 @@ def main(args: Args) -> dict[str, float]:
             lr = args.actor_lr
             if args.anneal_lr:
                 lr *= (args.iterations - iteration + 1) / (args.iterations - args.warmup)  # D6
-            optimizer.param_groups[0]["lr"] = lr
+            actor_optimizer.param_groups[0]["lr"] = lr
             for _ in range(args.actor_updates):
                 batch = rng.choice(replay_buffer, args.actor_batch)
-                log = actor_update(actor, ref_model, critic, baseline, optimizer, batch, args, generator)
+                log = actor_update(
+                    actor, ref_model, critic, baseline, actor_optimizer, batch, args, generator
+                )
                 logs.append(log)
 
         # 4. metrics, evaluation, checkpoint

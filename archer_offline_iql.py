@@ -9,7 +9,7 @@ beta 0 all alike, which is BC, and with --keep 0.1 filtered BC. The world only m
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      td_target
   E2  V(s)   <- E Qbar(s,a),  a ~ data (Eq. 2: a ~ pi)   sarsa        sec. 5.7   value_loss
-  E3  grad log pi(a|s) * A,  A = min Q - min V, a ~ pi   reinforce    Eq. 3      advantages, reinforce_loss
+  E3  grad log pi(a|s) * A,  A = min Q - min V, a ~ pi   reinforce    Eq. 3, 3.6 advantages, reinforce_loss
   E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
   E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   td_target
@@ -89,8 +89,9 @@ class Args:
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
-# The N actions of a batch of dialogues are numbered through. Utterances are one for each of their states.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
+# dialogues are numbered consecutively; `utterances` are one for each of their N states, in that order.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -109,10 +110,10 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; each action ends with the end token.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
-    if len(dialogues) == 0:
+    if len(dialogues) == 0:  # may be an array
         raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
@@ -121,17 +122,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
+            # Not +=, which would change a list of `encode`.
             row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
@@ -144,7 +147,7 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -175,7 +178,7 @@ def recorded_dialogues(world, actor, args):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row.
+# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -186,11 +189,11 @@ def td_target(reward_N, next_v_N2, gamma):
 
 
 def value_loss(v_N2, q_N2, expectile=0.5):
-    """E2 at expectile 0.5 (which makes the sum over the twins a mean), E6 above it (V leans to the best)."""
+    """E2 at expectile 0.5 (two weights of 0.5: the twins' mean). Above it E6: V tends to the best Q."""
     gap_N2 = q_N2 - v_N2
     is_below_N2 = (gap_N2 < 0).to(gap_N2)
     weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
-    return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2
+    return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2, E6
 
 
 def mc_returns(rewards, gamma):
@@ -202,11 +205,11 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
 
 
 def advantages(q_N2, v_N2):
-    """E3: min Q - min V [N], the minimum over the twins."""
+    """The A of E3, sec. 3.6: min Q - min V [N], the minimum over the twins."""
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
@@ -229,7 +232,7 @@ def effective_share(weight_N):
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
-    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
+    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3, E5
 
 
 # ---------------------------------------------------------- 4. models
@@ -242,25 +245,26 @@ class Packed:
     visible_BTT: torch.Tensor  # whether a token (second axis) sees another one (third axis)
     row_N: torch.Tensor  # of each utterance
     state_N: torch.Tensor  # column of the last token of its state: V is read there
-    end_N: torch.Tensor  # column of its end token: Q is read there
+    end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
     owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
     before_M: torch.Tensor  # column of the token that predicts it
     column_M: torch.Tensor  # its own column
 
     def hidden(self, body, dtype):
         """The last hidden states of a decoder [B, T, H]."""
-        return read(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
+        return masked_states(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
 
 
 ROW, PADDING = -1, -2  # for tokens that belong to no fork
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
-    """Packs dialogues and utterances [N][token ids]; without these the actions, which stand in the rows.
+    """Packs dialogues and utterances [N][token ids], by default the actions, which are in the rows already.
 
-    Other utterances are forks: they stand behind their row, and see it up to their state, and themselves.
-    A row "s s a s a" with the forks "b b" and "c c" in its two states:
+    Other utterances are forks: each is appended to its row, and sees that row up to its state, and itself.
+    A row with two actions a and the forks b and c in its two states:
 
+        token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
         fork      - - - - -  0 0  1 1
         start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
@@ -273,15 +277,15 @@ def pack(dialogues, tokenizer, utterances=None) -> Packed:
     owners = []
     before = []
     columns = []
-    for n, (row, start, stop) in enumerate(spans):
-        own = range(start, stop)
+    for n, (b, start, stop) in enumerate(spans):
+        own = range(start, stop)  # columns of utterance n
         if utterances is not None:
             length = len(utterances[n])
-            own = range(len(ids[row]), len(ids[row]) + length)
-            ids[row] += utterances[n]
-            positions[row] += range(start, start + length)
-            forks[row] += [n] * length
-            starts[row] += [start] * length
+            own = range(len(ids[b]), len(ids[b]) + length)
+            ids[b] += utterances[n]
+            positions[b] += range(start, start + length)
+            forks[b] += [n] * length
+            starts[b] += [start] * length
         ends.append(own[-1])
         owners += [n] * len(own)
         before += [start - 1, *own[:-1]]
@@ -309,17 +313,17 @@ def visibility(position_BT, fork_BT, start_BT):
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -333,7 +337,7 @@ def hidden_states(body, dtype, **inputs):
 
 
 def score(actor, dialogues, utterances, temperature, dtype):
-    """For all M utterance tokens: logits [M, V], its id, the hidden state before it, its utterance's n."""
+    """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
     packed = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = packed.hidden(actor.base_model, dtype)
     row_M = packed.row_N[packed.owner_M]
@@ -359,17 +363,17 @@ class Critic(nn.Module):
         self.v_heads = Twins(width, width, value)
         self.q_heads = Twins(width, width, value)
 
-    def forward(self, dialogues, utterances=None):
-        """V of all states [N, 2], and Q [N, 2] of an utterance (text) in each, by default of the action."""
-        v_NH, q_NH = self.read_together(dialogues, utterances)
-        return self.v_heads(v_NH), self.q_heads(q_NH)
+    def forward(self, dialogues, texts=None):
+        """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
+        state_NH, end_NH = self.read_together(dialogues, texts)
+        return self.v_heads(state_NH), self.q_heads(end_NH)
 
-    def read_together(self, dialogues, utterances):
+    def read_together(self, dialogues, texts):
         """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
         forks = None
-        if utterances is not None:
+        if texts is not None:
             end = [self.tokenizer.eos_token_id]
-            forks = [encode(self.tokenizer, text) + end for text in utterances]
+            forks = [encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
         hidden_BTH = packed.hidden(self.body, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
@@ -410,7 +414,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -418,38 +422,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -458,14 +464,16 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+    """Plays all worlds to their end, in lockstep.
 
+    Returns the dialogues that have an action, and -log pi of each utterance.
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
     seeds = range(len(worlds))
@@ -473,7 +481,8 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
@@ -505,7 +514,7 @@ def fresh_utterances(actor, dialogues, args, generator):
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -516,7 +525,7 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 
 def critic_targets(target_critic, dialogues, return_N, args):
-    """What Q and V are to become [N, 2] each, and the expectile of V's loss."""
+    """The targets of Q and of V [N, 2] each, and the expectile of V's loss."""
     target_v_N2, target_q_N2 = target_critic(dialogues)  # of the data's utterances, and of no others
     if args.critic == "iql":
         next_N2 = target_v_N2  # E1
@@ -527,7 +536,7 @@ def critic_targets(target_critic, dialogues, return_N, args):
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_N2 = next_N2.roll(-1, 0)
-    next_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    next_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
     reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
     return td_target(reward_N, next_N2, args.gamma), target_q_N2, expectile
 
@@ -596,9 +605,9 @@ def actor_update(actor, critic, optimizer, dialogues, args, generator):
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
@@ -660,18 +669,20 @@ def main(args: Args) -> dict[str, float]:
     num_kept = max(1, int(args.keep * len(data)))
     imitated = data[:num_kept]
 
-    # --- all that learns, as it starts
+    # --- models and optimisers, as they start
     returns = [mc_returns(dialogue["rewards"], args.gamma) for dialogue in data]
     value = float(np.concatenate(returns).mean())  # D4
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    actor_optimizer = torch.optim.AdamW(
+        actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    modules = {"actor": actor, "optimizer": optimizer}
+    # --- a new run, or a resumed one
+    modules = {"actor": actor, "actor_optimizer": actor_optimizer}
     modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
     run.start(modules)
     if not args.resume:
@@ -692,10 +703,10 @@ def main(args: Args) -> dict[str, float]:
             logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
         # 2. the actor, by the critic that has just learned
-        optimizer.param_groups[0]["lr"] = args.actor_lr * share
+        actor_optimizer.param_groups[0]["lr"] = args.actor_lr * share
         for _ in range(args.actor_updates):
             batch = rng.choice(imitated, args.batch)
-            logs.append(actor_update(actor, critic, optimizer, batch, args, run.generator))
+            logs.append(actor_update(actor, critic, actor_optimizer, batch, args, run.generator))
 
         # 3. metrics, evaluation, checkpoint
         metrics = {"data/return": data_return}

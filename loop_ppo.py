@@ -107,7 +107,7 @@ class Trajectory:
     seed: int = 0  # of the world
     world: object = None  # which it has to itself while it is played
     answer: str = ""  # the world's name for the task
-    text: str = ""  # all that the world shows
+    text: str = ""  # all that the world shows: prompt, action, reply, action ...
     ids: list[int] = field(default_factory=list)  # prompt, turn, reply, turn ...; never tokenised again
     logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
     turns: list[range] = field(default_factory=list)  # where in the ids the sampled tokens of each turn stand
@@ -336,7 +336,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
         t.fate = "broken"
         t.text += str(error)
         return
-    if t.ids:  # the prompt is there
+    if t.ids:  # the prompt was there
         take_reply(t, tokenizer, *result)
     else:
         take_prompt(t, tokenizer, *result)
@@ -355,9 +355,9 @@ def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
 
 
 def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
-    """Takes in what a world's `step` returns; `text` is all that it has said."""
+    """Takes in what a world's `step` returns; `text` is t.text, the action and its reply."""
     turn = range(t.turn_start, len(t.ids))
-    action = info["action"]
+    action = info["action"]  # as the world took it
     reply = text.removeprefix(t.text + action)
     logp = fmean(t.logps[-len(turn) :])
     record = {"action": action, "reply": reply, "reward": reward, "log-prob": logp}
@@ -389,7 +389,7 @@ def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -397,7 +397,7 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
@@ -784,8 +784,8 @@ def main(args: Args) -> dict:
         metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
         if run.is_due(args.eval_every):
             metrics |= evaluate(model, args, "dev", "eval/{}")
-        shown_rollouts = played[:K] + [t for t in played[K:] if t.fate != "ended"]
-        samples = [sample_of(t, iteration) for t in shown_rollouts]
+        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and what is odd
+        samples = [sample_of(t, iteration) for t in told]
         run.log(metrics, shown, samples)
         if run.is_due(args.save_every) or run.stopped:
             run.save({"actor": model})

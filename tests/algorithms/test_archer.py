@@ -1346,6 +1346,8 @@ def test_an_evaluation_is_no_larger_than_asked_for_and_repeats_itself(actor, mon
     spy = Spy(monkeypatch)
     args = small(eval_episodes=episodes)
     assert archer.evaluate(actor, args) == archer.evaluate(actor, args)
+    played = [call["result"] for call in spy.of("rollout")]
+    assert played[:2] == played[2:] and played[0] != played[1]
     tasks = [call["given"]["indices"] for call in spy.of("rollout")]
     assert tasks == 2 * [[i % 4 for i in range(size)] for size in sizes]
 
@@ -1549,6 +1551,7 @@ def test_a_dialogue_is_cut_where_the_next_utterance_might_not_fit(folders):
         assert d["cut"] == (length > limit and not d["terminated"] and len(d["actions"]) < 20)
         assert max(lengths) <= limit
     assert len(nll) == len(states(played)) and any(d["cut"] for d in played)
+    assert play("twenty-questions-subset", actor, max_action_tokens=37) == ([], [])
 
 
 # ------------------------------------------------------------------------ stopped, killed, gone on with

@@ -662,7 +662,10 @@ def test_gradient_checkpointing_changes_nothing(base, warm, monkeypatch):
     )
     saved, _ = weights_after(model, played, args)
     assert torch.allclose(plain, saved, atol=1e-5)
-    assert remade and not any(module.training for module in model.modules())
+    assert remade
+    logps_of(model, played, args)
+    assert not any(module.training for module in model.modules())
+    assert [t.ids for t in play(model, args)] == [t.ids for t in played], "also behind an update"
 
 
 # ------------------------------------------------------------------- an update and a rollout, written out
