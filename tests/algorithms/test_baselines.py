@@ -648,7 +648,7 @@ def test_chai_what_main_hands_on(checkpoint, tmp_path, monkeypatch):
     """A buffer of the newest, a pool of it with utterances of the critic that plays, an actor that stays."""
     names = ("rollout", "with_best", "critic_update", "evaluate")
     rollouts, pools, updates, evaluations = (spy(monkeypatch, chai, name) for name in names)
-    options = {"iterations": 3, "rollouts": 6, "buffer_size": 40, "critic_lr": 0.01}
+    options = {"iterations": 3, "rollouts": 6, "buffer_size": 40, "critic_lr": 0.01, "critic_pool": 40}
     run, summary = go(chai, tmp_path, checkpoint, **options)
     trained = [call for call in rollouts if call["rng"] is not None]
     assert len(trained) == 4 and summary["episodes"] == 24  # the first ones are D4's
@@ -660,8 +660,9 @@ def test_chai_what_main_hands_on(checkpoint, tmp_path, monkeypatch):
     for i, pool in enumerate(pools):
         everything += trained[i + 1]["result"]
         count = max(n for n in range(25) if sum(len(d["actions"]) for d in everything[-n:] if n) <= 40)
-        assert len(pool["dialogues"]) == 4
-        assert {id(d) for d in pool["dialogues"]} <= {id(d) for d in everything[-count:]}
+        assert len(pool["dialogues"]) == 40
+        drawn = {id(d) for d in pool["dialogues"]}
+        assert drawn <= {id(d) for d in everything[-count:]} and len(drawn) > 6, "of all of the buffer"
         for update in updates[2 * i : 2 * i + 2]:
             assert len(update["dialogues"]) == 3 and update["target_critic"] is not critic
             assert {id(d) for d in update["dialogues"]} <= {id(d) for d in pool["result"]}
