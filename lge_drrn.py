@@ -26,12 +26,10 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D10 The state has the task, as in the authors' code: all variations of a task share one network.
 """
 
-import copy
-import json
-import shutil
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -40,9 +38,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 
-import envs
 from envs import runs
 from envs.worlds.scienceworld import TASKS, Worlds, variations
 
@@ -94,7 +90,9 @@ class Args:
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
     # --- evaluation
-    eval_every: int = 2_500  # steps between evaluations, each followed by a checkpoint (paper: 1,000)
+    eval_every: int = (
+        2_500  # steps between evaluations, each with a checkpoint (paper: 1,000; 0: the last step)
+    )
     eval_episodes: int = 50  # greedy episodes on test variations (paper: 10; 0: none)
     dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 
@@ -107,84 +105,128 @@ class Texts:
     """All different texts met so far: a text is kept, tokenised and embedded once and then is a number."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.texts, self.numbers, self.tokens = tokenizer, [], {}, []
+        self.tokenizer = tokenizer
+        self.texts = []
+        self.tokens = []  # of each text, a tensor [T]
+        self.numbers = {}  # text -> its place in both lists
 
     def add(self, text: str) -> int:
+        """The number of a text, which is a new one if it has none."""
         if text not in self.numbers:
             self.numbers[text] = len(self.texts)
-            self.texts.append(text)  # the newline: no text is without a token
-            self.tokens.append(torch.tensor(self.tokenizer.encode(text + "\n").ids))
+            self.texts.append(text)
+            ids = self.tokenizer.encode(text + "\n").ids  # the newline: no text is without a token
+            self.tokens.append(torch.tensor(ids))
         return self.numbers[text]
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         return {"tokenizer": self.tokenizer.to_str(), "texts": self.texts}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state):
         self.tokenizer = Tokenizer.from_str(state["tokenizer"])
         for text in state["texts"]:
             self.add(text)
 
 
 class View(NamedTuple):
-    """What a world shows, in numbers of texts."""
+    """What a world shows, each text as its number in `Texts`."""
 
     state: tuple[int, int, int]  # of FIELDS
     task: int
-    valid: np.ndarray  # int32
+    valid: np.ndarray  # the actions [A], int32
 
 
-def view(info: dict, texts: Texts) -> View:
-    """A state in numbers. It says what is wanted, as its task stands before the observation."""
-    fields = (f"{info['task']} OBSERVATION {info['observation']}", info["look"], info["inventory"])  # D10
-    valid = np.array([texts.add(action) for action in info["valid"]], np.int32)
-    return View(tuple(map(texts.add, fields)), texts.add(info["task"]), valid)
+def to_view(info: dict, texts: Texts) -> View:
+    """What the info of a world shows; texts that are new get a number."""
+    valid = [texts.add(action) for action in info["valid"]]
+    observation = f"{info['task']} OBSERVATION {info['observation']}"  # D10
+    fields = (observation, info["look"], info["inventory"])
+    state = tuple(map(texts.add, fields))
+    task = texts.add(info["task"])
+    return View(state, task, np.array(valid, np.int32))
 
 
-class Replay:
-    """Two rings of transitions in one memory: first the priority part, then the rest."""
+class Transition(NamedTuple):
+    """A step of a world: states and actions are numbers of texts."""
 
-    def __init__(self, capacity: int, fraction: float):
-        first = int(capacity * fraction)
-        self.fraction, self.pushed = fraction, [0, 0]
-        self.starts, self.capacities = [0, first], [first, capacity - first]
-        self.numbers = np.zeros((capacity, 7), np.int32)  # of texts: state, action, next state
-        self.figures = np.zeros((capacity, 3), np.float32)  # reward, terminated, points left
-        self.next_actions = [np.zeros(0, np.int32)] * capacity
+    state: tuple[int, int, int]
+    action: int
+    reward: float  # in points: the score goes to 100
+    next_state: tuple[int, int, int]
+    terminated: bool
+    left: float  # points that are still to be had in the next state (D8)
+    next_actions: np.ndarray  # int32; E2 takes the maximum over them
 
-    def sizes(self) -> list[int]:
-        return [min(n, capacity) for n, capacity in zip(self.pushed, self.capacities, strict=True)]
 
-    def push(self, state, action: int, next_state, earned, next_actions, is_prior: bool):
-        part = 0 if is_prior and self.capacities[0] else 1
-        row = self.starts[part] + self.pushed[part] % self.capacities[part]
-        self.numbers[row], self.figures[row] = (*state, action, *next_state), earned
-        self.next_actions[row] = next_actions
-        self.pushed[part] += 1
+class Ring:
+    """The newest transitions: once it is full, each takes the place of the oldest."""
 
-    def sample(self, size: int, rng: np.random.Generator, fill: bool = True):
-        """N transitions: texts [N, 7], figures [N, 3], and the actions of which E2 takes the maximum.
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.rows = []
+        self.pushed = 0  # in all
 
-        `fraction` of them come from the priority part, none twice; with `fill` the rest makes up for it.
-        """
-        share, (first, second) = int(self.fraction * size), self.sizes()
-        prior = min(share, first)
-        rest = min(size - (prior if fill else share), second)
-        rows = [*rng.choice(first, prior, False), *(self.starts[1] + rng.choice(second, rest, False))]
-        return self.numbers[rows], torch.from_numpy(self.figures[rows]), [self.next_actions[i] for i in rows]
+    def push(self, transition: Transition):
+        if self.pushed < self.capacity:
+            self.rows.append(transition)
+        else:
+            self.rows[self.pushed % self.capacity] = transition
+        self.pushed += 1
 
-    def state_dict(self) -> dict:
-        arrays = self.numbers, self.figures, np.concatenate(self.next_actions)
-        lengths = [len(actions) for actions in self.next_actions]
-        state = {"capacities": self.capacities, "pushed": self.pushed, "lengths": lengths}
-        return state | {"arrays": [torch.from_numpy(array) for array in arrays]}
+    def sample(self, size: int, rng) -> list[Transition]:
+        """`size` of them, none twice; all where there are fewer."""
+        total = len(self.rows)
+        places = rng.choice(total, min(size, total), replace=False)
+        return [self.rows[i] for i in places]
 
-    def load_state_dict(self, state: dict) -> None:
-        if state["capacities"] != self.capacities:
+    def state_dict(self):
+        rows = [(*row[:-1], torch.from_numpy(row.next_actions)) for row in self.rows]
+        return {"capacity": self.capacity, "pushed": self.pushed, "rows": rows}
+
+    def load_state_dict(self, state):
+        if state["capacity"] != self.capacity:
             raise ValueError("--memory and --priority-fraction cannot be changed")
-        self.numbers[:], self.figures[:], sets = (array.numpy() for array in state["arrays"])
-        ends = np.cumsum(state["lengths"])[:-1]
-        self.next_actions = [row.copy() for row in np.split(sets, ends)]  # not views of all
         self.pushed = state["pushed"]
+        for *facts, actions in state["rows"]:
+            self.rows.append(Transition(*facts, actions.numpy()))
+
+
+class ReplayBuffer:
+    """Two rings: one for transitions with a positive reward, one for the rest (D3).
+
+    As released, all are in the second, and an update goes without the share of the first.
+    """
+
+    def __init__(self, capacity: int, fraction: float, is_released: bool):
+        size = int(fraction * capacity)
+        self.fraction = fraction
+        self.is_released = is_released
+        self.priority = Ring(size)
+        self.rest = Ring(capacity - size)
+
+    def __len__(self) -> int:
+        return len(self.priority.rows) + len(self.rest.rows)
+
+    def push(self, transition: Transition):
+        is_prior = transition.reward > 0 and not self.is_released  # D3
+        if is_prior and self.priority.capacity:
+            self.priority.push(transition)
+        else:
+            self.rest.push(transition)
+
+    def sample(self, size: int, rng) -> list[Transition]:
+        """`size` of them, none twice: a share of `fraction` with a reward, or all that there are."""
+        share = int(self.fraction * size)
+        prior = self.priority.sample(share, rng)
+        if not self.is_released:
+            share = len(prior)  # the rest makes up for what is missing
+        return prior + self.rest.sample(size - share, rng)
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
@@ -196,7 +238,8 @@ def q_target(reward_N, next_q_N, terminated_N, left_N, gamma: float) -> torch.Te
     >>> q_target(reward, torch.tensor(10.0), terminated, left, 0.5).tolist()
     [5.0, 10.0, 17.0]
     """
-    return reward_N + gamma * (1 - terminated_N) * torch.minimum(next_q_N, left_N)  # E2, D8
+    bounded_N = torch.minimum(next_q_N, left_N)  # D8
+    return reward_N + gamma * (1 - terminated_N) * bounded_N  # E2
 
 
 def sample(q_A: torch.Tensor, u: float) -> int:
@@ -205,7 +248,9 @@ def sample(q_A: torch.Tensor, u: float) -> int:
     >>> sample(torch.tensor([0.0, 0.0, -1e9]), 0.4), sample(torch.tensor([0.0, 0.0, -1e9]), 0.6)
     (0, 1)
     """
-    return min(int((q_A.double().softmax(0).cumsum(0) <= u).sum()), len(q_A) - 1)  # E4
+    total_A = q_A.double().softmax(0).cumsum(0)  # E4
+    place = int((total_A <= u).sum())
+    return min(place, len(q_A) - 1)  # rounded, the last total can be below 1
 
 
 def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
@@ -214,9 +259,10 @@ def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
     >>> prune(np.array([0.1, 0.9, 0.5, 0.2]), np.array([True, False, False, False]), 2).tolist()
     [0, 1, 2]
     """
-    is_near_A = np.zeros(len(cosine_A), bool)
-    is_near_A[np.argsort(-cosine_A, kind="stable")[:k]] = True  # E5
-    return np.flatnonzero(is_near_A | is_kept_A)
+    nearest = np.argsort(-cosine_A, kind="stable")[:k]  # E5
+    is_left_A = is_kept_A.copy()
+    is_left_A[nearest] = True
+    return np.flatnonzero(is_left_A)
 
 
 # ---------------------------------------------------------- 4. models
@@ -226,127 +272,188 @@ class DRRN(nn.Module):
     def __init__(self, vocabulary: int, hidden: int, q_hidden: bool):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
-        self.encoders = nn.ModuleDict({name: nn.GRU(hidden, hidden) for name in (*FIELDS, "action")})
+        self.encoders = nn.ModuleDict()
+        for name in (*FIELDS, "action"):
+            self.encoders[name] = nn.GRU(hidden, hidden)
         width = hidden if q_hidden else 1  # D2
-        self.state_part, self.action_part = nn.Linear(3 * hidden, width), nn.Linear(hidden, width, bias=False)
+        self.state_part = nn.Linear(3 * hidden, width)
+        self.action_part = nn.Linear(hidden, width, bias=False)
         bound = (4 * hidden) ** -0.5  # as one layer on both would start
-        for parameter in (*self.state_part.parameters(), *self.action_part.parameters()):
-            nn.init.uniform_(parameter, -bound, bound)
+        for part in (self.state_part, self.action_part):
+            for parameter in part.parameters():
+                nn.init.uniform_(parameter, -bound, bound)
         self.last = nn.Linear(hidden, 1) if q_hidden else None
 
-    def encode(self, name: str, texts: Texts, numbers) -> torch.Tensor:
+    def encode(self, name: str, texts: Texts, numbers):
         """The last hidden states [N, H] of a GRU that reads the texts of these numbers, each text once."""
         distinct, place_N = np.unique(numbers, return_inverse=True)
-        packed = nn.utils.rnn.pack_sequence([texts.tokens[i] for i in distinct], enforce_sorted=False)
+        tokens = [texts.tokens[i] for i in distinct]
+        packed = nn.utils.rnn.pack_sequence(tokens, enforce_sorted=False)
         packed = packed.to(self.embedding.weight.device)
-        last = self.encoders[name](packed._replace(data=self.embedding(packed.data)))[1][0]
-        return last[torch.from_numpy(place_N)]
+        vectors = self.embedding(packed.data)
+        _, last_1BH = self.encoders[name](packed._replace(data=vectors))
+        return last_1BH[0][torch.from_numpy(place_N)]
 
-    def q(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    def encode_action(self, texts: Texts, numbers):
+        """The part that actions have in the layer on both [N, H]."""
+        return self.action_part(self.encode("action", texts, numbers))
+
+    def q(self, state, action):
         """E1, from the parts of states and actions, [N, H] both or one [H] and one [A, H]."""
-        both = state + action
-        return (self.last(both.relu()) if self.last else both)[..., 0]  # E1
+        both = state + action  # E1
+        if self.last:
+            both = self.last(both.relu())
+        return both[..., 0]
 
 
 class Table:
     """A row for each text, made by `compute(numbers of N texts) -> [N, H]` when it is first asked for."""
 
     def __init__(self, compute):
-        self.compute, self.row, self.data, self.size = compute, np.zeros(0, np.int64), torch.zeros(0), 0
+        self.compute = compute
+        self.forget()
 
-    def __call__(self, numbers: np.ndarray) -> torch.Tensor:
-        if (longest := int(numbers.max())) >= len(self.row):
-            self.row = np.append(self.row, np.full(longest + 1, -1))  # twice as long: growing costs little
-        missing = np.unique(numbers[self.row[numbers] < 0])
+    def forget(self):
+        self.place = np.zeros(0, int)  # of a text's row, by the text's number; -1: it has none
+        self.rows = torch.zeros(0)
+        self.used = 0  # of the rows; what is behind them is room for more
+
+    def __call__(self, numbers):
+        """The rows [N, H] of the texts of these numbers."""
+        size = numbers.max() + 1
+        if size > len(self.place):
+            more = np.full(size, -1)  # twice as long: growing costs little
+            self.place = np.append(self.place, more)
+        missing = np.unique(numbers[self.place[numbers] < 0])
         if len(missing):
-            new, end = self.compute(missing), self.size + len(missing)
-            if end > len(self.data):
-                self.data = torch.cat([self.data.to(new), new.new_empty(end, new.shape[1])])
-            self.data[self.size : end], self.row[missing], self.size = new, np.arange(self.size, end), end
-        return self.data[torch.from_numpy(self.row[numbers])]
+            self.add(missing)
+        place_N = self.place[numbers]
+        return self.rows[torch.from_numpy(place_N)]
+
+    def add(self, numbers):
+        """Computes the rows of texts that have none."""
+        new = self.compute(numbers)
+        end = self.used + len(new)
+        if end > len(self.rows):
+            more = new.new_empty(end, new.shape[1])  # twice as long
+            self.rows = torch.cat([self.rows.to(new), more])
+        self.rows[self.used : end] = new
+        self.place[numbers] = np.arange(self.used, end)
+        self.used = end
 
 
 class Copy:
-    """D1: the network as it was, and all that it has encoded since."""
+    """The explorer that plays and gives targets (D1): a copy of the network, which encodes a text once."""
 
     def __init__(self, network: DRRN, texts: Texts):
-        old = self.network = copy.deepcopy(network).requires_grad_(False)
-        self.fields = [Table(lambda numbers, name=name: old.encode(name, texts, numbers)) for name in FIELDS]
-        self.actions = Table(lambda numbers: old.action_part(old.encode("action", texts, numbers)))
+        self.network = deepcopy(network).requires_grad_(False)
+        encode = self.network.encode
+        self.fields = [Table(partial(encode, name, texts)) for name in FIELDS]
+        self.actions = Table(partial(self.network.encode_action, texts))
 
-    def q(self, state_N3: np.ndarray, actions: list[np.ndarray]) -> list[torch.Tensor]:
+    def renew(self, network: DRRN):
+        """Copies the network as it is now."""
+        self.network.load_state_dict(network.state_dict())
+        for table in (*self.fields, self.actions):
+            table.forget()
+
+    def q(self, state_N3, actions):
         """Q [A] of each state's actions."""
-        columns = zip(self.fields, state_N3.T, strict=True)
-        state_NH = self.network.state_part(torch.cat([table(column) for table, column in columns], -1))
-        pairs = zip(state_NH, actions, strict=True)
-        return [self.network.q(state, self.actions(row)) for state, row in pairs]
+        fields = [table(state_N3[:, i]) for i, table in enumerate(self.fields)]
+        state_NH = self.network.state_part(torch.cat(fields, -1))
+        return [self.network.q(state_NH[i], self.actions(row)) for i, row in enumerate(actions)]
 
 
-def embed(encoder, tokenizer, texts: list[str]) -> torch.Tensor:
+class Uniform:
+    """The random explorer: to it all actions are worth the same."""
+
+    def renew(self, network: DRRN):
+        pass
+
+    def q(self, state_N3, actions):
+        return [torch.zeros(len(row)) for row in actions]
+
+
+def embed(encoder, texts):
     """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
-    ids = tokenizer(texts, truncation=True, padding=False)["input_ids"]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # like lengths together: padding costs
-    rows = []
-    for start in range(0, len(ids), 64):
-        part = [ids[i] for i in order[start : start + 64]]
-        T = len(part[-1])
-        token_BT = torch.tensor([row + [0] * (T - len(row)) for row in part], device=encoder.device)
-        mask_BT = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in part], device=encoder.device)
+    rows = encoder.tokenizer(texts, truncation=True, padding=False)["input_ids"]
+    lengths = [len(row) for row in rows]
+    order = np.argsort(lengths, kind="stable")  # like lengths together: padding costs
+    vectors = []
+    for start in range(0, len(rows), 64):
+        part = [rows[i] for i in order[start : start + 64]]
+        ones = [[1] * len(row) for row in part]
+        token_BT = pad(part).to(encoder.device)
+        mask_BT = pad(ones).to(encoder.device)
         hidden_BTH = encoder(input_ids=token_BT, attention_mask=mask_BT).last_hidden_state.float()
-        mean_BH = (hidden_BTH * mask_BT[..., None]).sum(1) / mask_BT.sum(1, keepdim=True)
-        rows.append(hidden_BTH[:, 0] if encoder.config.pooling == "cls" else mean_BH)
-    back = torch.tensor(order, device=encoder.device).argsort()
-    return nn.functional.normalize(torch.cat(rows), dim=-1)[back]
+        if encoder.config.pooling == "cls":
+            vectors.append(hidden_BTH[:, 0])
+        else:
+            total_BH = (hidden_BTH * mask_BT[..., None]).sum(1)
+            vectors.append(total_BH / mask_BT.sum(1, keepdim=True))
+    sorted_NH = nn.functional.normalize(torch.cat(vectors), dim=-1)
+    place_N = torch.from_numpy(order.argsort())  # of each text among the sorted ones
+    return sorted_NH[place_N.to(encoder.device)]
 
 
-def load_encoder(source: str, device: str):
-    """An encoder and its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    try:
-        auto = transformers.AutoModel
-        model, report = auto.from_pretrained(source, output_loading_info=True, trust_remote_code=False)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # what a folder can hold has no end, nor have the errors
-        raise ValueError(f"{source} cannot be loaded: {runs.why_not_loaded(source, error)}") from error
-    if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
-        raise ValueError(f"{source} has no weights for {missing[0]}")  # they would be drawn at random
-    if len(tokenizer) < model.config.vocab_size // 2:  # what transformers makes up where there is none
+def load_encoder(source, args):
+    """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
+    encoder = runs.load(transformers.AutoModel, source, args)
+    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
         raise ValueError(f"{source} has no tokenizer, or another model's")
-    for parameter in model.parameters():  # a copy: a file's alignment can change the last digit of a product
-        parameter.data = parameter.data.to(device, torch.float32, copy=True)
-    return model.to(device).eval(), tokenizer
+    for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
+        parameter.data = parameter.data.clone()
+    return encoder
 
 
 class Guide:
     """Which of the valid actions the explorer may take."""
 
     def __init__(self, args: Args, texts: Texts):
-        self.args, self.texts, self.table = args, texts, None
+        self.args = args
+        self.texts = texts
+        self.table = None  # of the texts' vectors, if there is a guide
         if args.guide == "none":
             return
-        encoder, tokenizer = load_encoder(args.guide, args.device)
-        if getattr(encoder.config, "pooling", "") not in ("mean", "cls"):
+        encoder = load_encoder(args.guide, args)
+        pooling = getattr(encoder.config, "pooling", None)
+        if pooling not in ("mean", "cls"):
             raise ValueError(f"--guide {args.guide}: not saved by guide_simcse.py, its config has no pooling")
         if args.device == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"):
             encoder.to(torch.bfloat16)  # twice as fast as float32 there
         encoder.requires_grad_(False)
-        self.table = Table(lambda rows: embed(encoder, tokenizer, [texts.texts[i] for i in rows]).cpu())
+
+        def vectors(numbers):
+            return embed(encoder, [texts.texts[i] for i in numbers]).cpu()
+
+        self.table = Table(vectors)
+
+    def forget(self):
+        """All vectors will be computed anew."""
+        if self.table:
+            self.table.forget()
 
     def pruned(self, view: View) -> np.ndarray:
         """The valid actions that are left (E5)."""
         if not self.table:
             return view.valid
         navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
-        is_kept_A = np.array([self.texts.texts[i].startswith(navigation) for i in view.valid])
-        return view.valid[prune(self.cosines(view), is_kept_A, self.args.top_k)]
+        texts = [self.texts.texts[i] for i in view.valid]
+        is_kept_A = np.array([text.startswith(navigation) for text in texts])
+        left = prune(self.cosines(view), is_kept_A, self.args.top_k)
+        return view.valid[left]
 
     def cosines(self, view: View) -> np.ndarray:
         """Of each valid action with the task [A]."""
-        return (self.table(view.valid) @ self.table(np.array([view.task]))[0]).numpy()
+        action_AH = self.table(view.valid)
+        (task_H,) = self.table(np.array([view.task]))
+        return (action_AH @ task_H).numpy()
 
     def rank(self, view: View, action: int) -> int:
         """The place of a valid action by its cosine; the guide likes number 1 best."""
         cosine_A = self.cosines(view)
-        return 1 + int((cosine_A > cosine_A[view.valid == action]).sum())
+        is_nearer_A = cosine_A > cosine_A[view.valid == action]
+        return 1 + int(is_nearer_A.sum())
 
 
 def make_vocabulary(texts: list[str], size: int) -> Tokenizer:
@@ -355,233 +462,304 @@ def make_vocabulary(texts: list[str], size: int) -> Tokenizer:
     lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, to_bytes])
-    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": to_bytes.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=to_bytes.alphabet(),
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([text + "\n" for text in texts], trainer)
     return tokenizer
 
 
 # ---------------------------------------------------------- 5. rollouts
-@torch.no_grad()
-def choose(explorer: Copy | None, guide: Guide, views: list[View], epsilon: float, rng, is_greedy=False):
-    """An action for each view, and the Q [A] of all it was chosen from; any policy of both will do."""
-    candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
+class Choice(NamedTuple):
+    """What an explorer does in a state, and why."""
+
+    view: View
+    action: int  # number of its text
+    q_A: torch.Tensor  # of all actions that it could choose from
+
+
+def choose(
+    explorer,
+    guide,
+    views: list[View],
+    epsilon: float,
+    rng,
+    is_greedy=False,
+) -> list[Choice]:
+    """A choice for each view: of what the guide leaves or, with probability epsilon, of all valid actions.
+
+    `explorer` is a Copy, or another that has its `q`.
+    """
+    candidates = []
+    for view in views:
+        if rng.random() < epsilon:
+            candidates.append(view.valid)
+        else:
+            candidates.append(guide.pruned(view))  # E5
     state_N3 = np.array([view.state for view in views])
-    q = explorer.q(state_N3, candidates) if explorer else [torch.zeros(len(row)) for row in candidates]
-    draw = [int(q_A.argmax()) if is_greedy and explorer else sample(q_A, rng.random()) for q_A in q]
-    return [int(row[place]) for row, place in zip(candidates, draw, strict=True)], q
+    q = explorer.q(state_N3, candidates)
+    choices = []
+    for view, actions, q_A in zip(views, candidates, q, strict=True):
+        place = int(q_A.argmax()) if is_greedy else sample(q_A, rng.random())  # E4
+        choices.append(Choice(view, int(actions[place]), q_A))
+    return choices
 
 
-# ---------------------------------------------------------- 6. updates
-def learn(network: DRRN, target: Copy, optimizer, batch, texts: Texts, args: Args) -> dict[str, float]:
-    """One descent on E3 with what `Replay.sample` gave; returns metrics."""
-    number_N7, figure_N3, next_actions = batch
-    columns = zip((*FIELDS, "action"), number_N7[:, :4].T, strict=True)
-    *fields, action_NH = [network.encode(name, texts, number_N) for name, number_N in columns]
-    q_N = network.q(network.state_part(torch.cat(fields, -1)), network.action_part(action_NH))
-    with torch.no_grad():
-        next_q_N = torch.stack([q_A.max() for q_A in target.q(number_N7[:, 4:], next_actions)])
-        reward_N, terminated_N, left_N = figure_N3.to(q_N.device).T
-        y_N = q_target(reward_N, next_q_N, terminated_N, left_N, args.gamma)
-    loss = nn.functional.huber_loss(q_N, y_N, delta=args.huber_delta)  # E3, D9
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(network.parameters(), args.max_grad_norm)
-    optimizer.step()
-    return {"explorer/loss": loss.item(), "explorer/q": q_N.mean().item(), "explorer/grad_norm": norm.item()}
+def remember(choices, results, replay_buffer, guide, args):
+    """Puts a step of each world into the memory; returns what each shows now, and metrics.
+
+    Behind an end it shows another episode's start; the transition has what the step itself showed (D4).
+    """
+    views = []
+    logs = []
+    for choice, (result, shown) in zip(choices, results, strict=True):
+        _, reward, terminated, truncated, info = result
+        after = to_view(info, guide.texts)
+        views.append(to_view(shown, guide.texts))
+        policy = torch.distributions.Categorical(logits=choice.q_A)
+        metrics = {
+            "rollout/candidates": len(choice.q_A),
+            "rollout/entropy": policy.entropy().item(),
+            "rollout/died": info["died"],
+        }
+        logs.append(metrics)
+        if info["died"]:  # nobody knows what this step did, and nobody counts the episode
+            continue
+        if terminated or truncated:
+            logs.append(score_metrics("rollout/", info["score"]))
+            logs.append({"rollout/length": info["result"]["length"]})
+        next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
+        left = 100 - info["score"] if args.bound_targets else np.inf  # D8
+        transition = Transition(
+            choice.view.state,
+            choice.action,
+            reward,
+            after.state,
+            terminated,
+            left,
+            next_actions,
+        )
+        replay_buffer.push(transition)
+    return views, logs
 
 
-# ---------------------------------------------------------- 7. evaluation
-def greedy_play(explorer: Copy | None, guide: Guide, worlds: Worlds, epsilon: float, args: Args, step: int):
-    """Greedy episodes on dev and test: metrics, and of each the first two. `step` sets the variations."""
-    metrics, transcripts = {}, []
-    for split, number in (("dev", args.dev_episodes), ("test", args.eval_episodes)):
-        rng, played = np.random.default_rng(step), []
-        indices = rng.integers(len(variations(args.task, split)), size=number).tolist()
-        rng = rng if explorer else np.random.default_rng((args.seed, step))  # else all seeds would play alike
-        for start in range(0, len(indices), args.worlds):
-            infos = worlds.reset(split, indices[start : start + args.worlds])
-            played += play_out(explorer, guide, worlds, infos, epsilon, rng)  # prunes as in training (E5)
-        transcripts += [{"iteration": step, "split": split} | episode for episode in played[:2]]
-        if played:
-            scores = np.array([episode["score"] for episode in played])
-            metrics[f"eval/{split}_score"] = float(scores.clip(0).mean())
-            metrics[f"eval/{split}_success"] = float((scores >= 100).mean())
-            metrics[f"eval/{split}_failure"] = float((scores < 0).mean())
-    return metrics, transcripts
-
-
-def play_out(explorer: Copy | None, guide: Guide, worlds: Worlds, infos: list[dict], epsilon: float, rng):
-    """An episode, greedily, in each world from where `infos` are: those in which no Java process died."""
-    alive, played = dict(enumerate(infos)), []
+def play_out(
+    explorer,
+    guide,
+    worlds,
+    infos,
+    epsilon,
+    rng,
+    is_greedy,
+) -> list[dict]:
+    """An episode in each world from where `infos` are: those in which no Java process died, as they end."""
+    played = []
     episodes = [{"variation": info["answer"], "turns": []} for info in infos]
-    while alive:
-        views = [view(info, guide.texts) for info in alive.values()]
-        chosen, q = choose(explorer, guide, views, epsilon, rng, is_greedy=True)
-        results = worlds.step({i: guide.texts.texts[number] for i, number in zip(alive, chosen, strict=True)})
-        ranks = [guide.rank(*pair) if guide.table else None for pair in zip(views, chosen, strict=True)]
-        for i, q_A, rank, (result, info) in zip([*alive], q, ranks, results, strict=True):
-            turn = {"action": info["action"], "reply": info["observation"], "reward": result[1]}
-            turn |= {"rank": rank} if guide.table else {}
-            episodes[i]["turns"].append(turn | {"Q": round(q_A.max().item(), 3)})
-            alive[i] = info
-            if "result" in info:
-                episodes[i]["score"] = alive.pop(i)["score"]
-                played += [] if info["died"] else [episodes[i]]
+    shown = dict(enumerate(infos))  # by each world whose episode goes on
+    while shown:
+        views = [to_view(info, guide.texts) for info in shown.values()]
+        choices = choose(explorer, guide, views, epsilon, rng, is_greedy)
+        texts = [guide.texts.texts[choice.action] for choice in choices]
+        actions = dict(zip(shown, texts, strict=True))
+        results = worlds.step(actions)
+        for i, choice, (result, info) in zip(actions, choices, results, strict=True):
+            _, reward, terminated, truncated, _ = result
+            turn = {
+                "action": info["action"],
+                "reply": info["observation"],
+                "reward": reward,
+            }
+            if guide.table:
+                turn["rank"] = guide.rank(choice.view, choice.action)
+            turn["Q"] = round(choice.q_A.max().item(), 3)
+            episodes[i]["turns"].append(turn)
+            shown[i] = info
+            is_over = terminated or truncated
+            if is_over:
+                del shown[i]
+            if is_over and not info["died"]:
+                played.append(episodes[i] | {"score": info["score"]})
     return played
 
 
-# ---------------------------------------------------------- 8. save and resume
-def save(run: Path, state: dict, models: dict) -> None:
-    """Saves a run's state in checkpoint.pt, and each of `models`, name -> (model, tokenizer), in a folder."""
-    for name, (model, tokenizer) in models.items():  # first, as they may fit on a nearly full disk
-        temporary = run / f"{name}.tmp"
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(runs.card(run, name), encoding="utf-8")
-        shutil.rmtree(run / name, ignore_errors=True)
-        temporary.rename(run / name)
-    torch.save(state, run / "checkpoint.tmp")
-    (run / "checkpoint.tmp").replace(run / "checkpoint.pt")
+# ---------------------------------------------------------- 6. updates
+def descend(loss, optimizer, parameters, max_norm, what):
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not torch.isfinite(loss + norm):
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
+    optimizer.step()
+    return norm.item()
 
 
-def restore(run: Path, modules: dict, rng, generator) -> dict:
-    """Loads a run's checkpoint into its modules and both random generators; returns the saved state."""
-    try:
-        state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for name, module in modules.items():
-            module.load_state_dict(state["modules"][name])
-        rng.bit_generator.state = state["rng"]
-        generator.set_state(state["generator"])
-    except Exception as error:  # a damaged file can raise anything
-        raise ValueError(f"{run}/checkpoint.pt cannot be resumed: {type(error).__name__}: {error}") from error
-    return state
+def learn(network, target, optimizer, batch, texts, args):
+    """One descent on E3 with a list of transitions; returns metrics."""
+    columns = Transition(*zip(*batch, strict=True))  # of each field a tuple of N
+    state_N3 = np.array(columns.state)
+    fields = []
+    for i, name in enumerate(FIELDS):
+        fields.append(network.encode(name, texts, state_N3[:, i]))
+    state_NH = network.state_part(torch.cat(fields, -1))
+    action_NH = network.encode_action(texts, columns.action)
+    q_N = network.q(state_NH, action_NH)
+
+    figures = (columns.reward, columns.terminated, columns.left)
+    figure_3N = torch.tensor(figures, dtype=torch.float32)
+    reward_N, terminated_N, left_N = figure_3N.to(q_N.device)
+    with torch.no_grad():
+        next_q = target.q(np.array(columns.next_state), columns.next_actions)
+        next_q_N = torch.stack([q_A.max() for q_A in next_q])
+        y_N = q_target(reward_N, next_q_N, terminated_N, left_N, args.gamma)
+    loss = nn.functional.huber_loss(q_N, y_N, delta=args.huber_delta)  # E3, D9
+    norm = descend(loss, optimizer, network.parameters(), args.max_grad_norm, "explorer")
+    return {
+        "explorer/loss": loss.item(),
+        "explorer/q": q_N.mean().item(),
+        "explorer/grad_norm": norm,
+    }
 
 
-# ---------------------------------------------------------- 9. training
-def main(args: Args) -> dict[str, float]:
-    """Steps of all worlds with updates meanwhile, and evaluations; returns what it writes to summary.json."""
-    started, cpu_started = time.time(), time.process_time()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+# ---------------------------------------------------------- 7. evaluation
+def score_metrics(prefix: str, score: int):
+    """What an episode came to, by its last score: -100 is a failure, and counts as 0."""
+    return {
+        f"{prefix}score": max(score, 0),
+        f"{prefix}success": score >= 100,
+        f"{prefix}failure": score < 0,
+    }
+
+
+def greedy_play(
+    explorer,
+    guide,
+    worlds,
+    epsilon,
+    args,
+    step,
+):
+    """Greedy episodes on dev and test: metrics, and of each the first two. `step` sets the variations."""
+    metrics, transcripts = {}, []
+    is_greedy = args.explorer == "drrn"
+    for split, number in (("dev", args.dev_episodes), ("test", args.eval_episodes)):
+        rng = np.random.default_rng(step)
+        tasks = variations(args.task, split)
+        indices = rng.integers(len(tasks), size=number)
+        if not is_greedy:
+            rng = np.random.default_rng((args.seed, step))  # else all seeds would play alike
+        played = []
+        for start in range(0, number, args.worlds):
+            infos = worlds.reset(split, indices[start : start + args.worlds])
+            played += play_out(explorer, guide, worlds, infos, epsilon, rng, is_greedy)  # prunes, too (E5)
+        rows = [score_metrics(f"eval/{split}_", episode["score"]) for episode in played]
+        metrics |= runs.means(rows)
+        transcripts += [{"iteration": step, "split": split} | episode for episode in played[:2]]
+    return metrics, transcripts
+
+
+def final_metrics(evaluations: list[dict]) -> dict[str, float]:
+    """The mean of the last tenth of the evaluations, as the paper has it (A.1.3), by names of a summary."""
+    tenth = max(1, len(evaluations) // 10)
+    metrics = runs.means(evaluations[-tenth:])
+    return {tag.replace("/", "_"): figure for tag, figure in metrics.items()}
+
+
+# ---------------------------------------------------------- 8. training
+def complete(args: Args) -> Args:
+    """The arguments, with the task by its name and the guide by its folder, or none."""
     if args.env != "scienceworld":
         raise ValueError(f"--env {args.env}: the explorer knows no other world than scienceworld")
-    if problem := envs.missing(args.env):
-        raise envs.Unavailable(problem)
-    guides = Path(args.runs).glob("scienceworld__guide_simcse__*/guide")
-    newest = max(guides, key=lambda path: path.stat().st_mtime, default="none")
-    task = {f"T{n}": task for n, task in enumerate(TASKS)}.get(args.task, args.task)
-    args = replace(args, task=task, guide=str(newest) if args.guide == "auto" else args.guide)
-    torch.set_num_threads(args.threads)
-    rng, num_tasks = np.random.default_rng(args.seed), len(variations(args.task, "train"))
+    names = {f"T{n}": task for n, task in enumerate(TASKS)}  # by the paper's numbers
+    if args.guide == "auto":
+        guides = Path(args.runs).glob("scienceworld__guide_simcse__*/guide")
+        newest = max(guides, key=lambda path: path.stat().st_mtime, default="none")
+        args = replace(args, guide=str(newest))
+    return replace(args, task=names.get(args.task, args.task))
+
+
+def main(args: Args) -> dict[str, float]:
+    """Steps of all worlds with updates meanwhile, and evaluations; returns what it writes to summary.json."""
+    args = complete(args)
+    run = runs.Run(args, "lge_drrn")
+    num_tasks = len(variations(args.task, "train"))
 
     # --- all that learns
-    options = {"task": args.task, "simplifications": args.simplifications, "step_limit": args.step_limit}
-    worlds = Worlds(args.worlds, **options)
-    texts = Texts(make_vocabulary(worlds.texts(args.vocabulary_steps, rng), args.vocabulary))  # D5
+    worlds = Worlds(
+        args.worlds,
+        task=args.task,
+        simplifications=args.simplifications,
+        step_limit=args.step_limit,
+    )
+    words = worlds.texts(args.vocabulary_steps, run.rng)
+    texts = Texts(make_vocabulary(words, args.vocabulary))  # D5
     guide = Guide(args, texts)
     torch.manual_seed(args.seed)  # here: to load a guide draws numbers, too
     network = DRRN(texts.tokenizer.get_vocab_size(), args.hidden, args.q_hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
-    replay = Replay(args.memory, args.priority_fraction)
-    modules = {"network": network, "optimizer": optimizer, "texts": texts, "replay": replay}
+    is_learning = args.explorer == "drrn"
+    replay_buffer = ReplayBuffer(args.memory, args.priority_fraction, args.priority == "released")
+    modules = {"network": network, "optimizer": optimizer, "texts": texts}
+    rings = {"priority": replay_buffer.priority, "rest": replay_buffer.rest}
+    run.start(modules | rings, episodes=0, updates=0, evaluations=[])
+    explorer = Copy(network, texts) if is_learning else Uniform()
 
-    # --- a new run, or one that goes on
-    run = runs.folder(args, "lge_drrn")
-    if args.resume:
-        state = restore(run, modules, rng, torch.default_generator)
-        started, cpu_started = started - state["seconds"], cpu_started - state["cpu_seconds"]
-    else:
-        state = {"steps": 0, "episodes": 0, "updates": 0, "evaluations": [], "metrics": [], "samples": []}
-    explorer = Copy(network, texts) if args.explorer == "drrn" else None  # it plays and gives targets (D1)
-    runs.write(run / "args.json", [asdict(replace(args, resume=""))], indent=2)
-    print(f"{run}: {args.task}, guide {args.guide}")
-    stopped = runs.stop_signals()  # Ctrl-C ends the step that it falls into
-    writer = SummaryWriter(str(run), purge_step=state["steps"] + 1)
-    writer.add_text("args", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in vars(args).items()))
-    views, figures, began = [], defaultdict(list), time.time()
-
-    for step in range(state["steps"] + 1, args.steps + 1):
+    views = []
+    logs = []
+    logged, began = run.iteration, time.time()
+    for step in run.iterations(args.steps):
         # 1. the worlds take a step, in threads
         if not views:  # at the start, and behind a checkpoint: all begin anew
-            infos = worlds.reset("train", rng.integers(num_tasks, size=args.worlds).tolist())
-            views = [view(info, texts) for info in infos]
+            indices = run.rng.integers(num_tasks, size=args.worlds)
+            views = [to_view(info, texts) for info in worlds.reset("train", indices)]
         epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
-        chosen, q = choose(explorer, guide, views, epsilon, rng)
-        indices = rng.integers(num_tasks, size=args.worlds).tolist()  # for those that will begin anew
-        results = worlds.step({i: texts.texts[number] for i, number in enumerate(chosen)}, indices)
+        choices = choose(explorer, guide, views, epsilon, run.rng)
+        actions = {i: texts.texts[choice.action] for i, choice in enumerate(choices)}
+        indices = run.rng.integers(num_tasks, size=args.worlds)  # of those that will begin anew
+        results = worlds.step(actions, indices)
+
         # 2. meanwhile the network learns from what is in the memory
         optimizer.param_groups[0]["lr"] = args.lr + (args.lr_end - args.lr) * step / args.steps  # D7
-        if explorer and sum(replay.sizes()) >= args.batch:
-            batch = replay.sample(args.batch, rng, fill=args.priority == "gain")
-            for tag, figure in learn(network, explorer, optimizer, batch, texts, args).items():
-                figures[tag].append(figure)
-            state["updates"] += 1
-            if state["updates"] % args.copy_every == 0:
-                explorer = Copy(network, texts)  # D1
-        # 3. what came of it; `seen` is what to act on next: behind an end it is another episode's start
-        for i, ((_, reward, terminated, truncated, info), seen) in enumerate(results):
-            before, after, views[i] = views[i], view(info, texts), view(seen, texts)  # D4
-            figures["rollout/candidates"].append(len(q[i]))
-            figures["rollout/entropy"].append(torch.distributions.Categorical(logits=q[i]).entropy().item())
-            figures["rollout/died"].append(info["died"])
-            if info["died"]:  # nobody knows what this step did, and nobody counts the episode
-                continue
-            next_actions = guide.pruned(after) if args.target_actions == "pruned" else after.valid
-            is_prior = args.priority == "gain" and reward > 0  # D3
-            left = 100 - info["score"] if args.bound_targets else np.inf  # D8
-            earned = reward, terminated, left
-            replay.push(before.state, chosen[i], after.state, earned, next_actions, is_prior)
-            if terminated or truncated:
-                state["episodes"] += 1
-                figures["rollout/score"].append(max(info["score"], 0))
-                figures["rollout/success"].append(info["score"] >= 100)
-                figures["rollout/failure"].append(info["score"] < 0)
-                figures["rollout/length"].append(info["result"]["length"])
-        # 4. the books
-        state["steps"] = step
-        is_evaluated = step % args.eval_every == 0 or step == args.steps
-        if step % args.log_every and not (is_evaluated or stopped):
-            continue
-        metrics = {tag: float(np.mean(values)) for tag, values in figures.items()}
-        metrics["memory/priority"] = replay.sizes()[0]
-        metrics["time/steps_per_second"] = len(figures["rollout/candidates"]) / (time.time() - began)
-        if is_evaluated:
-            explorer = explorer and Copy(network, texts)  # what is judged is what is saved
-            evaluation, transcripts = greedy_play(explorer, guide, worlds, epsilon, args, step)
-            state["evaluations"].append(evaluation)
-            metrics |= evaluation
-            state["samples"] += transcripts
-        state["metrics"].append(runs.log(writer, step, metrics, "score|/q$"))
-        is_last = bool(stopped)
-        if is_evaluated or is_last:
-            # All begins anew behind it, here as in a run that resumes there: episodes and what is encoded.
-            views, explorer = [], explorer and Copy(network, texts)
-            guide.table = guide.table and Table(guide.table.compute)
-            state |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-            state["modules"] = {name: module.state_dict() for name, module in modules.items()}
-            state["rng"], state["generator"] = rng.bit_generator.state, torch.get_rng_state()
-        with runs.saving(run, step):  # a full disk, for example, does not end the run
-            runs.write(run / "metrics.jsonl", state["metrics"])
-            runs.write(run / "rollouts.jsonl", state["samples"])
-            if is_evaluated or is_last:
-                save(run, state, {})
-        if is_last:
-            break
-        figures, began = defaultdict(list), time.time()
-    writer.close()
-    worlds.close()
+        if is_learning and len(replay_buffer) >= args.batch:
+            batch = replay_buffer.sample(args.batch, run.rng)
+            logs.append(learn(network, explorer, optimizer, batch, texts, args))
+            run.state["updates"] += 1
+            if run.state["updates"] % args.copy_every == 0:
+                explorer.renew(network)  # D1
 
-    tenth = max(1, len(state["evaluations"]) // 10)
-    last, summary = state["evaluations"][-tenth:], {}  # paper: the mean of the last 10 %
-    for tag in (last or [{}])[-1]:
-        summary[tag.replace("/", "_")] = float(np.mean([row[tag] for row in last if tag in row]))
-    summary |= {key: state[key] for key in ("steps", "episodes", "updates")}
-    summary |= {"seed": args.seed} | runs.facts()
-    summary |= {"seconds": time.time() - started, "cpu_seconds": time.process_time() - cpu_started}
-    runs.write(run / "summary.json", [summary], indent=2)
-    print(json.dumps(summary))
-    return summary
+        # 3. what came of it is remembered
+        views, rows = remember(choices, results, replay_buffer, guide, args)
+        logs += rows
+        run.state["episodes"] += sum("rollout/score" in row for row in rows)
+
+        # 4. a line of metrics after some steps, with an evaluation and a checkpoint after some of these
+        is_evaluated = run.is_due(args.eval_every)
+        if not (is_evaluated or run.stopped or run.is_due(args.log_every)):
+            continue
+        metrics = runs.means(logs)
+        metrics["memory/priority"] = len(replay_buffer.priority.rows)
+        metrics["time/steps_per_second"] = args.worlds * (step - logged) / (time.time() - began)
+        samples = []
+        if is_evaluated:
+            explorer.renew(network)  # what is judged is what is saved
+            evaluation, samples = greedy_play(explorer, guide, worlds, epsilon, args, step)
+            run.state["evaluations"].append(evaluation)
+            metrics |= evaluation
+        run.log(metrics, "score|/q$", samples)
+        if is_evaluated or run.stopped:
+            run.save({})
+            views = []  # all begins anew, as in a run that resumes there: episodes and what is encoded
+            explorer.renew(network)
+            guide.forget()
+        logs = []
+        logged, began = step, time.time()
+
+    worlds.close()
+    final = final_metrics(run.state["evaluations"])
+    return run.finish(steps=run.iteration, **final)
 
 
 if __name__ == "__main__":

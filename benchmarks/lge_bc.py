@@ -8,9 +8,8 @@ actions. The paper's BC is another model, Macaw, which writes its action (sec. 4
 a run of lge_drrn.py has but for checkpoints. Needs scienceworld and a Java.
 """
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +37,10 @@ class Args:
     guide: str = "none"  # none: judged among all valid actions; a folder: among those that the guide leaves
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    env: str = "scienceworld"  # this and the next: for the name of the folder
+    env: str = "scienceworld"  # for the name of the folder
     resume: str = ""  # it cannot be resumed
+    device: str = "cpu"
+    threads: int = 1  # of the network on the CPU
 
 
 def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplifications: str) -> list[tuple]:
@@ -52,7 +53,7 @@ def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplificat
         for t in range(max(map(len, paths))):
             actions = {i: paths[i][t] for i in infos if t < len(paths[i])}
             for i, action in actions.items():
-                view, gold = lge_drrn.view(infos[i], texts), texts.add(action)
+                view, gold = lge_drrn.to_view(infos[i], texts), texts.add(action)
                 if gold in view.valid and len(view.valid) > 1:
                     steps.append((view.state, gold, view.valid[view.valid != gold]))
             results = zip([*actions], worlds.step(actions), strict=True)
@@ -66,7 +67,7 @@ def learn(network, texts, optimizer, steps: list[tuple], negatives: int, rng) ->
     sets = [[action, *rng.choice(row, negatives)] for action, row in zip(gold, others, strict=True)]
     columns = zip(lge_drrn.FIELDS, np.array(states).T, strict=True)
     fields = [network.encode(name, texts, column) for name, column in columns]
-    action_MH = network.action_part(network.encode("action", texts, np.array(sets).ravel()))
+    action_MH = network.encode_action(texts, np.array(sets).ravel())
     action_NAH = action_MH.unflatten(0, (len(steps), -1))
     q_NA = network.q(network.state_part(torch.cat(fields, -1))[:, None], action_NAH)
     loss = nn.functional.cross_entropy(q_NA, torch.zeros(len(steps), dtype=torch.long))
@@ -81,42 +82,37 @@ def main(args: Args) -> dict[str, float]:
     task = {f"T{n}": name for n, name in enumerate(lge_drrn.TASKS)}.get(args.task, args.task)
     same = {name: getattr(args, name) for name in ("seed", "guide", "steps", "eval_episodes", "dev_episodes")}
     explorer = lge_drrn.Args(task=task, **same)
-    torch.set_num_threads(explorer.threads)
-    rng, run = np.random.default_rng(args.seed), runs.folder(args, "lge_bc")
+    run = runs.Run(args, "lge_bc")
     options = {"task": task, "simplifications": explorer.simplifications, "step_limit": explorer.step_limit}
     worlds = Worlds(explorer.worlds, **options)
-    words = worlds.texts(explorer.vocabulary_steps, rng)
+    words = worlds.texts(explorer.vocabulary_steps, run.rng)
     texts = lge_drrn.Texts(lge_drrn.make_vocabulary(words, explorer.vocabulary))
     guide = lge_drrn.Guide(explorer, texts)
     torch.manual_seed(args.seed)
     network = lge_drrn.DRRN(texts.tokenizer.get_vocab_size(), explorer.hidden, explorer.q_hidden)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
 
-    order = rng.permutation(len(variations(task, "train"))).tolist()[: args.paths]
+    order = run.rng.permutation(len(variations(task, "train"))).tolist()[: args.paths]
     steps = gold_steps(worlds, texts, task, order, explorer.simplifications)
-    print(f"{run}: {len(steps)} steps of {len(order)} gold paths")
-    log, losses = [], []
-    for step in range(1, args.steps + 1):
+    run.start({})
+    print(f"{run.folder}: {len(steps)} steps of {len(order)} gold paths")
+    losses = []
+    for step in run.iterations(args.steps):
         optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)
-        batch = [steps[i] for i in rng.integers(len(steps), size=args.batch)]
-        losses.append(learn(network, texts, optimizer, batch, args.negatives, rng))
-        if step % 100 == 0 or step == args.steps:
-            log.append({"iteration": step, "bc/loss": float(np.mean(losses[-100:]))})
-            print(f"{step:5d}  bc/loss {log[-1]['bc/loss']:.3f}", flush=True)
-    player = lge_drrn.Copy(network, texts)
-    metrics, transcripts = lge_drrn.greedy_play(
-        player, guide, worlds, explorer.epsilon, explorer, lge_drrn.Args().steps
-    )
+        batch = [steps[i] for i in run.rng.integers(len(steps), size=args.batch)]
+        losses.append(learn(network, texts, optimizer, batch, args.negatives, run.rng))
+        metrics, transcripts = {"bc/loss": float(np.mean(losses[-100:]))}, []
+        if step == args.steps:
+            player = lge_drrn.Copy(network, texts)
+            episodes = lge_drrn.Args().steps  # the number of the explorer's last step: it chooses them
+            evaluation, transcripts = lge_drrn.greedy_play(
+                player, guide, worlds, explorer.epsilon, explorer, episodes
+            )
+            metrics |= evaluation
+        if run.is_due(100) or run.stopped:
+            run.log(metrics, "loss|score", transcripts)
     worlds.close()
-    log[-1] |= metrics
-    summary = {tag.replace("/", "_"): figure for tag, figure in metrics.items()}
-    summary |= {"steps": args.steps, "paths": len(order), "seed": args.seed} | runs.facts()
-    runs.write(run / "args.json", [asdict(args)], indent=2)
-    runs.write(run / "metrics.jsonl", log)
-    runs.write(run / "rollouts.jsonl", transcripts)
-    runs.write(run / "summary.json", [summary], indent=2)
-    print(json.dumps(summary))
-    return summary
+    return run.finish(steps=run.iteration, paths=len(order))
 
 
 if __name__ == "__main__":

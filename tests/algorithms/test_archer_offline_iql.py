@@ -295,13 +295,14 @@ def test_the_order_of_an_update(actor, data):
 
 
 def test_the_actor_learns_from_the_critic_that_has_just_learned(tmp_path, monkeypatch):
-    """In `main`: all critic updates of an iteration, then the actor's, by the critic, not its target."""
-    order = []
+    """In `main`: all critic updates of an iteration, then the actor's, by the critic, not its target. The
+    critic is evaluated, too."""
+    order, evaluated = [], spy(monkeypatch, "evaluate")
     of_critic = spy(monkeypatch, "critic_update", lambda call: order.append(call.of))
     of_actor = spy(monkeypatch, "actor_update", lambda call: order.append(call.of))
     go(tmp_path)
     assert order == (["critic_update"] * 3 + ["actor_update"] * 2) * 2
-    assert len({id(call.critic) for call in of_critic + of_actor}) == 1
+    assert len({id(call.critic) for call in of_critic + of_actor + evaluated}) == 1
     assert len({id(call.target_critic) for call in of_critic}) == 1
     assert of_critic[0].critic is not of_critic[0].target_critic
 
