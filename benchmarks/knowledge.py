@@ -2,15 +2,11 @@
 
     python benchmarks/knowledge.py checkpoints/twenty-questions
     python benchmarks/knowledge.py runs/RUN/actor --critic runs/RUN      # a run of archer.py
-    python benchmarks/knowledge.py checkpoints/twenty-questions --hold 6
 
 Behind a guess that was made before the answer is No, and so it is behind one that is excluded; behind a
 guess that is possible it is Yes with one over the number of words left. Printed is the model's P(Yes) for
 the three kinds beside this truth: mean, and, as means hide much, the mean distance from it. A critic that
 knows as much prefers the possible guess: printed is the share of states in which Q(possible) > Q(the other).
-
-With --hold the model plays all words twice, and again without guesses in its first so many turns (it writes
-anew until it asks): what a rule without learning is worth.
 """
 
 import json
@@ -30,7 +26,7 @@ import envs
 import sft
 from envs import runs
 from envs.datasets import make_dialogues
-from envs.worlds.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, parse, words_in
+from envs.worlds.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, words_in
 
 REPLIES = [f" {answer}\n" for answer in (YES, NO, INVALID)]
 
@@ -42,7 +38,6 @@ class Args:
     states: int = 400  # so many, from as many dialogues
     seed: int = 0  # of the dialogues
     batch: int = 96  # rows in a pass
-    hold: int = 0  # turns without a guess
     device: str = "cpu"
 
 
@@ -109,26 +104,6 @@ def q_values(run: Path, asked: list[tuple[dict, str]]) -> list[float]:
     return found
 
 
-def mean_return(model, hold: int, seed: int) -> float:
-    """Mean return over all words twice, sampled, none of `hold` first turns a guess if it finds others."""
-    args, generator = archer.Args(), torch.Generator().manual_seed(seed)
-    worlds = envs.VecTextEnv("twenty-questions", 314)
-    worlds.reset(seeds=list(range(314)), indices=[*range(157)] * 2)
-    while alive := worlds.alive():
-        _, _, prompts = archer.lay_out([worlds.dialogues[i] for i in alive], model.tokenizer)
-        rows = dict(zip(alive, prompts, strict=True))
-        said, tries = {}, 0
-        while rows and tries < 50:
-            starts = [[len(row)] for row in rows.values()]
-            written, _ = archer.generate(model, list(rows.values()), starts, args, generator)
-            said |= {i: archer.spoken(model.tokenizer, ids) for i, ids in zip(rows, written, strict=True)}
-            asked = {i: parse(said[i]) for i in rows if len(worlds.dialogues[i]["actions"]) < hold}
-            rows = {i: rows[i] for i, question in asked.items() if question and question.guess}
-            tries += 1
-        worlds.step(said)
-    return envs.summarise(worlds.dialogues)["return"]
-
-
 def main(args: Args) -> dict[str, float]:
     """Prints the table; returns its figures."""
     transformers.logging.set_verbosity_error()
@@ -151,9 +126,6 @@ def main(args: Args) -> dict[str, float]:
             pairs = zip(values["possible"], values[kind], strict=True)
             figures[f"q_{kind}"] = fmean(a > b for a, b in pairs)
             print(f"Q(possible) > Q({kind}) in {figures[f'q_{kind}']:.2f} of {len(states)} states")
-    for hold in (0, args.hold) if args.hold else ():
-        figures[f"return_{hold}"] = mean_return(model, hold, args.seed)
-        print(f"return without a guess in the first {hold} turns {figures[f'return_{hold}']:.2f}")
     return figures
 
 

@@ -87,6 +87,7 @@ SUMMARIES = defaultdict(
     lambda: SUMMARY,
     {
         "archer_offline_iql": f"{SUMMARY} best_return",
+        "chai": SUMMARY.replace("eval_return_greedy ", ""),  # it has no greedy play
         "guide_simcse": f"{GUIDE_SUMMARY} {COST}",
         "lge_drrn": f"{LGE_SUMMARY} episodes updates steps {COST}",
     },
@@ -127,6 +128,7 @@ TINY = {
     "vocabulary_steps": 2,
 }
 OWN = defaultdict(dict)
+OWN["ppo"] = {"kl": 0.1, "minibatch": 2}
 OWN["loop_ppo"] = {"worlds": 8, "kl": 0.1, "min_advantage": 0, "epochs": 1, "eval_episodes": 9}
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -188,6 +190,8 @@ def skip_without_world(script: Path) -> None:
 
 def command_of(script: Path) -> list[str | Path]:
     """How it is started: the explorer in the house of fake_scienceworld.py, which needs no Java."""
+    if script.parent != ROOT:
+        return [sys.executable, "-m", f"{script.parent.name}.{script.stem}"]
     return [sys.executable, *(["-m", "tests.fake_scienceworld"] if script.stem == "lge_drrn" else []), script]
 
 
@@ -672,6 +676,7 @@ HOW_TO_RUN = [
     ("python benchmarks/lge.py", "--quick --tasks T12", ""),
     ("python benchmarks/scienceworld_speed.py", "--worlds 1 --steps 2 --warm-up 2", ""),
     ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --max-action-tokens 4", ""),
+    ("python benchmarks/start.py", "--episodes 4 --max-action-tokens 4", ""),
     ("python -m envs.play twenty-questions --agent", "", "No.\nc\n"),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python -m pytest", "--collect-only -q tests/worlds/test_apps.py", ""),
@@ -760,11 +765,14 @@ def run_small(command: str, clone: Path, tiny_run) -> None:
     words = shlex.split(command, comments=True)
     if problem := envs.missing("scienceworld") if re.search("lge|guide_rank|scienceworld", command) else None:
         pytest.skip(problem)
-    is_script = ROOT / words[1] in SCRIPTS and not {"--help", "--resume"} & set(words)
-    words += tiny(ROOT / words[1]) if is_script else shlex.split(extra)
-    if "--resume" in words and words[1] != "archer.py":
-        own = clone / "runs" / words[1]  # RUN is one of archer.py
-        shutil.copytree(tiny_run(ROOT / words[1]), own, dirs_exist_ok=True)
+    script = ROOT / words[1]
+    if words[1] == "-m":
+        script = ROOT / f"{words[2].replace('.', '/')}.py"
+    is_small = script in SCRIPTS and not {"--help", "--resume"} & set(words)
+    words += tiny(script) if is_small else shlex.split(extra)
+    if "--resume" in words and script.name != "archer.py":
+        own = clone / "runs" / script.name  # RUN is one of archer.py
+        shutil.copytree(tiny_run(script), own, dirs_exist_ok=True)
         words[words.index("--resume") + 1] = str(own)
     if "cuda" in words and not torch.cuda.is_available():
         words += ["--device", "cpu"]
@@ -794,7 +802,7 @@ def test_the_map_of_the_files_is_true():
     text = (ROOT / "docs/files.md").read_text(encoding="utf-8")
     named = set(re.findall(r"[\w*-]+\.(?:py|toml|html|md|jsonl|svg)\b", text))
     written = {"test_SCRIPT*.py", "test_WORLD.py"}  # for many
-    folders = [ROOT / name for name in ("envs", "tests", "benchmarks", "docs", "checkpoints")]
+    folders = [ROOT / name for name in ("baselines", "envs", "tests", "benchmarks", "docs", "checkpoints")]
     there = [path.name for path in ROOT.iterdir()]
     there += [path.name for folder in folders for path in folder.rglob("*")]
     assert [name for name in named - written if not fnmatch.filter(there, name)] == []

@@ -1,0 +1,538 @@
+"""CHAI: a frozen actor proposes utterances, a critic of utterances chooses among them, in one file.
+
+    python -m baselines.chai --env twenty-questions-subset
+    python -m baselines.chai --candidates 1         # the actor as it is, and what it is worth
+    python -m baselines.chai --resume runs/...
+
+The critic is ArCHer's, and learns from a replay buffer as ArCHer's does. The actor never changes. What is
+said in a state s is what the critic likes best of k utterances of the actor; this policy is called pi here.
+
+Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2, after Verma et al. 2022, arXiv:2204.08426
+  E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)         Eq. 1      td_target
+  E2  V(s)   <- E_{a~pi} Qbar(s,a)                              Eq. 2      critic_update
+  E3  pi(s) = argmax min Q(s,a) over a_1 ... a_k ~ actor        sec. 5.2   best_utterances
+E2's expectation is over pi, the best of k, and not over the actor: V is what the policy that plays is worth.
+Differs from the paper; in brackets what undoes it:
+  D1  The actor is the start that all methods have; for the paper's, Table 3 has a learning rate.
+  D2  The critic is a decoder and starts as the actor does.
+  D3  E3 asks the critic; the authors' code asks its slow copy.
+  D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
+  D5  Rates, batches, buffer and numbers of updates are archer.py's, for a tiny model; Table 3 has others.
+  D6  The critic updates of an iteration share a pool of dialogues and one utterance of pi in each state.
+There is no greedy play: pi draws its candidates. It is evaluated as it plays, with seeds that stay the same.
+"""
+
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+import envs
+from envs import runs
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    # --- run
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    seed: int = 1  # of all random numbers of the run; 0 or more
+    iterations: int = 20  # rounds of rollouts and critic updates; 0: only evaluates
+    runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    device: str = "cpu"  # cpu, cuda, cuda:1 ...
+    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+
+    # --- model
+    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+
+    # --- data
+    rollouts: int = 128  # dialogues played in an iteration (paper: 128; WebShop 512)
+    buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
+    temperature: float = 1.0  # of sampling
+    max_action_tokens: int = 16  # tokens after which an utterance is cut
+
+    # --- algorithm
+    candidates: int = 5  # utterances of the actor among which the critic chooses (paper: 5)
+    critic_lr: float = 3e-4  # paper: 6e-4 (D5)
+    critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50; D5)
+    critic_batch: int = 32  # dialogues in an update of the critic (paper: a batch of 256)
+    critic_pool: int = 128  # dialogues that an iteration draws from the buffer for its critic updates (D6)
+    gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
+    polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+
+    # --- evaluation
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# The N actions of a batch of dialogues are numbered through. "best" has for each state an utterance of pi.
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a piece of text. The list is shared: do not change it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Span(NamedTuple):
+    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def lay_out(dialogues, tokenizer):
+    """Spells dialogues as rows of token ids; each action ends with the end token.
+
+    A row goes on as long as each observation only adds text. One that is written anew begins another row.
+    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
+    action would begin.
+    """
+    if len(dialogues) == 0:
+        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
+    rows = []
+    spans = []
+    prompts = []
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
+    for dialogue in dialogues:
+        so_far = ""
+        for turn, observation in enumerate(dialogue["observations"]):
+            goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
+            if goes_on:
+                reply = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+            else:
+                row = encode(tokenizer, head + observation + to_reply)
+            if turn == len(dialogue["actions"]):
+                prompts.append(row)
+                break
+            start = len(row)
+            action = dialogue["actions"][turn]
+            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            if goes_on:
+                rows[-1] = row
+            else:
+                rows.append(row)
+            span = Span(len(rows) - 1, start, len(row))
+            spans.append(span)
+            so_far = observation + action
+    return rows, spans, prompts
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def flat(dialogues, key):
+    """What dialogues have under a key for each action, in one list [N]."""
+    return [item for dialogue in dialogues for item in dialogue[key]]
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: N states or actions, K candidates, M = N K, V the vocabulary, H hidden, 2 the twin
+# critics, B rows, T columns, C columns that can be seen, S states of a row.
+def td_target(reward_N, next_v_N2, gamma):
+    """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
+
+    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
+    [[-2.0, -3.0], [0.0, 0.0]]
+    """
+    return reward_N[:, None] + gamma * next_v_N2  # E1
+
+
+def mc_returns(rewards, gamma):
+    """Discounted return from every turn to the end of the dialogue.
+
+    >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
+    [-1.5, -1.0, 0.0]
+    """
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * returns[-1])
+    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+
+
+# ---------------------------------------------------------- 4. models
+ROW, PADDING = -1, -2  # for tokens that belong to no fork
+
+
+def read_forks(body, rows, spans, utterances, dtype):
+    """Hidden states [N, H] where N states end, and where an utterance that is said there ends.
+
+    The utterances [N][token ids] are forks, and take the places of the actions in the spans. They stand
+    behind their row, and see it up to their state, and themselves:
+
+        row "s s a s a", forks "b b" and "c c" in its two states
+        position  0 1 2 3 4  2 3  4 5
+        fork      - - - - -  0 0  1 1
+        start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
+    """
+    ids = [list(row) for row in rows]
+    positions = [list(range(len(row))) for row in rows]
+    forks = [[ROW] * len(row) for row in rows]
+    starts = [[0] * len(row) for row in rows]
+    ends = []
+    for n, (row, start, _) in enumerate(spans):
+        length = len(utterances[n])
+        ids[row] += utterances[n]
+        positions[row] += range(start, start + length)
+        forks[row] += [n] * length
+        starts[row] += [start] * length
+        ends.append(len(ids[row]) - 1)
+    position_BT = pad(positions)
+    visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
+    hidden_BTH = read(body, pad(ids), position_BT, visible_BTT, dtype)
+    row_N = [span.row for span in spans]
+    state_N = [span.start - 1 for span in spans]
+    return hidden_BTH[row_N, state_N], hidden_BTH[row_N, ends]
+
+
+def visibility(position_BT, fork_BT, start_BT):
+    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
+    is_row_B1T = fork_BT[:, None] == ROW
+    is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
+    return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
+
+
+def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
+    bias_BTC = torch.zeros(visible_BTC.shape)
+    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    bias_BTC.masked_fill_(~visible_BTC, lowest)
+    return hidden_states(
+        body,
+        dtype,
+        input_ids=ids_BT.to(body.device),
+        position_ids=position_BT.to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+
+
+def hidden_states(body, dtype, **inputs):
+    """The last hidden states of a model without head, computed in `dtype`, as float32."""
+    is_mixed = dtype == "bfloat16"
+    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
+        return body(**inputs).last_hidden_state.float()
+
+
+class TwinCritic(nn.Module):
+    """Twin Q and V heads on a decoder (sec. 3.6): V at a state's last token, Q at an utterance's end."""
+
+    def __init__(self, body, value, dtype):
+        super().__init__()
+        width = body.config.hidden_size
+        self.body = body
+        self.dtype = dtype
+        self.v_heads = Twins(width, width, value)
+        self.q_heads = Twins(width, width, value)
+
+    def forward(self, dialogues, key="actions"):
+        """V of all N states [N, 2], and Q [N, 2] of what the dialogues have for them under a key."""
+        rows, spans, _ = lay_out(dialogues, self.body.tokenizer)
+        return self.judge(rows, spans, flat(dialogues, key))
+
+    def judge(self, rows, spans, texts):
+        """V and Q of states that stand before `spans` in `rows`, and of a text in each of them."""
+        tokenizer = self.body.tokenizer
+        end = [tokenizer.eos_token_id]
+        forks = [encode(tokenizer, text) + end for text in texts]
+        state_NH, end_NH = read_forks(self.body, rows, spans, forks, self.dtype)
+        return self.v_heads(state_NH), self.q_heads(end_NH)
+
+
+class Twins(nn.Module):
+    """Two networks side by side: [N, inputs] -> [N, 2]."""
+
+    def __init__(self, inputs, width, value):
+        super().__init__()
+        self.first = mlp(inputs, width, value)
+        self.second = mlp(inputs, width, value)
+
+    def forward(self, x):
+        both = [self.first(x), self.second(x)]
+        return torch.cat(both, -1)
+
+
+def mlp(inputs, width, value):
+    """Two hidden layers and one output, which starts near `value`."""
+    last = nn.Linear(width, 1)
+    nn.init.constant_(last.bias, value)  # D4
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        last,
+    )
+
+
+# ---------------------------------------------------------- 5. rollouts
+def spoken(tokenizer, ids):
+    """The part of an utterance that critic and world receive: its first line, stripped."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.split("\n", 1)[0].strip()
+
+
+def sample_tokens(logits_NV, generator, greedy):
+    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds a uniform number
+        total_NV = logp_NV.exp().cumsum(-1)
+        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
+        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
+@torch.no_grad()
+def generate(actor, rows, starts, args, generator, greedy=False):
+    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+
+    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    """
+    ids_BC = pad(rows)  # on the right, where no state sees it
+    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    B, C = ids_BC.shape
+    S = start_BS.shape[1]
+    cache = transformers.DynamicCache()
+    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
+    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
+
+    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
+    places = []  # of the N states in [B, S], put in one line
+    for b, own in enumerate(starts):
+        places += range(b * S, b * S + len(own))
+    utterances = {place: [] for place in places}
+    total_logps = dict.fromkeys(places, 0.0)
+    for step in range(args.max_action_tokens):
+        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_N.tolist()
+        logps = logp_N.tolist()
+        for place in places:
+            utterances[place].append(tokens[place])
+            total_logps[place] += logps[place]
+        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        if not places:
+            break
+        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
+        token_BS = token_N.view(B, S)
+        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+    return list(utterances.values()), list(total_logps.values())
+
+
+@torch.no_grad()
+def best_utterances(actor, critic, rows, spans, args, generator):
+    """E3: in each of N states, which stand before `spans` in `rows`, the best of K utterances, as text."""
+    K = args.candidates
+    starts = [[] for _ in rows]
+    for span in spans:
+        starts[span.row] += [span.start] * K
+    utterances, _ = generate(actor, rows, starts, args, generator)
+    texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+    each_K_times = [span for span in spans for _ in range(K)]
+    _, q_M2 = critic.judge(rows, each_K_times, texts)  # D3
+    q_M = q_M2.min(-1).values
+    q_NK = q_M.view(-1, K)
+    choices = q_NK.argmax(-1).tolist()  # E3
+    return [texts[n * K + choice] for n, choice in enumerate(choices)]
+
+
+def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
+    """Plays all worlds to their end by E3, in lockstep; returns dialogues with an action.
+
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    """
+    seeds = range(len(worlds))
+    if rng:
+        seeds = rng.integers(2**31, size=len(worlds)).tolist()
+    worlds.reset(seeds=seeds, indices=indices)
+    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
+    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    while alive := worlds.alive():
+        dialogues = [worlds.dialogues[i] for i in alive]
+        _, _, prompts = lay_out(dialogues, actor.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
+        for i in alive:
+            if len(rows[i]) > context - room:
+                worlds.cut(i)
+                del rows[i]
+        if not rows:
+            break
+        spans = []
+        for b, row in enumerate(rows.values()):
+            start = len(row)
+            span = Span(b, start, start)  # where an action will stand
+            spans.append(span)
+        texts = best_utterances(actor, critic, list(rows.values()), spans, args, generator)
+        worlds.step(dict(zip(rows, texts, strict=True)))
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
+
+
+# ---------------------------------------------------------- 6. updates
+def descend(loss, optimizer, parameters, max_norm, what):
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not torch.isfinite(loss + norm):
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
+    optimizer.step()
+    return norm.item()
+
+
+def with_best(dialogues, actor, critic, args, generator):
+    """Dialogues with an utterance of pi in each state, as text: the a ~ pi of E2 (D6)."""
+    result = []
+    for dialogue in dialogues:
+        rows, spans, _ = lay_out([dialogue], actor.tokenizer)
+        texts = best_utterances(actor, critic, rows, spans, args, generator)
+        result.append(dialogue | {"best": texts})
+    return result
+
+
+def critic_update(critic, target_critic, optimizer, dialogues, args):
+    """One step on E1 and E2, and one Polyak step of the target."""
+    returns = []
+    for dialogue in dialogues:
+        returns += mc_returns(dialogue["rewards"], args.gamma)
+    return_N = torch.tensor(returns, device=critic.body.device)
+    with torch.no_grad():
+        next_v_N2, best_q_N2 = target_critic(dialogues, "best")  # E2: a ~ pi
+    lengths = [len(dialogue["actions"]) for dialogue in dialogues]
+    last_turns = np.cumsum(lengths) - 1
+    next_v_N2 = next_v_N2.roll(-1, 0)
+    next_v_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
+    v_N2, q_N2 = critic(dialogues)
+    q_target_N2 = td_target(reward_N, next_v_N2, args.gamma)
+    q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
+    v_loss = nn.functional.mse_loss(v_N2, best_q_N2)  # E2
+    norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
+        slow.data.lerp_(fast.data, args.polyak)
+
+    error_N = v_N2.detach().mean(-1) - return_N
+    variance = return_N.var(correction=0)
+    variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
+    explained = 1 - error_N.var(correction=0) / variance
+    return {
+        "critic/q_loss": q_loss.item(),
+        "critic/v_loss": v_loss.item(),
+        "critic/bias": error_N.mean().item(),
+        "critic/explained_variance": explained.item(),
+        "critic/grad_norm": norm,
+    }
+
+
+# ---------------------------------------------------------- 7. evaluation
+def evaluate(actor, critic, args):
+    """Figures of play by E3: the world's tasks, at most `eval_episodes`, in whole passes.
+
+    The seeds are always the same, so that evaluations compare.
+    """
+    if args.eval_episodes < 1:
+        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
+    options = envs.options(args.world)
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    passes = round(args.eval_episodes / len(tasks))
+    tasks = passes * tasks
+    worlds = envs.VecTextEnv(args.env, len(tasks), **options)
+    generator = torch.Generator(args.device).manual_seed(0)
+    dialogues = rollout(actor, critic, worlds, args, generator, None, tasks)
+    worlds.close()
+    return envs.summarise(dialogues, "eval/{}")
+
+
+# ---------------------------------------------------------- 8. training
+def main(args: Args) -> dict[str, float]:
+    """Iterations of rollouts and critic updates; returns what it writes to summary.json."""
+    run = runs.Run(args, "chai")
+    rng = run.rng
+    generator = run.generator
+    options = envs.options(args.world)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+
+    # --- the actor, which stays (D1), and all that learns, as it starts
+    source = args.actor or runs.checkpoint_of(worlds.envs[0])
+    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    body = copy.deepcopy(actor.base_model)  # D2
+    body.tokenizer = actor.tokenizer
+    blank = TwinCritic(body, 0.0, args.dtype).to(args.device)
+    first = rollout(actor, blank, worlds, args, generator, rng)
+    returns = []
+    for dialogue in first:
+        from_turns = mc_returns(dialogue["rewards"], args.gamma)
+        returns.append(from_turns[0])
+    value = float(np.mean(returns))  # D4
+    critic = TwinCritic(body, value, args.dtype).to(args.device)
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
+
+    # --- a new run, or one that goes on
+    modules = {"critic": critic, "target_critic": target_critic, "optimizer": optimizer}
+    run.start(modules, replay_buffer=first, episodes=len(first))
+    if not args.resume:
+        run.log(evaluate(actor, critic, args), "return")
+    replay_buffer = run.state["replay_buffer"]
+
+    for iteration in run.iterations(args.iterations):
+        began = time.time()
+        logs = []
+        # 1. dialogues of the frozen actor, by the current critic's choice
+        played = rollout(actor, critic, worlds, args, generator, rng)
+        run.state["episodes"] += len(played)
+        replay_buffer += played
+        while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
+            replay_buffer.pop(0)
+
+        # 2. the critic
+        pool = rng.choice(replay_buffer, args.critic_pool)
+        pool = with_best(pool, actor, critic, args, generator)
+        optimizer.param_groups[0]["lr"] = args.critic_lr  # a resumed run may have been given another
+        for _ in range(args.critic_updates):
+            batch = rng.choice(pool, args.critic_batch)
+            logs.append(critic_update(critic, target_critic, optimizer, batch, args))
+
+        # 3. metrics, evaluation, checkpoint
+        metrics = envs.summarise(played, "rollout/{}")
+        metrics |= runs.means(logs)
+        is_due = run.is_due(args.eval_every)
+        if is_due:
+            metrics |= evaluate(actor, critic, args)
+        utterances = len(flat(played, "actions"))
+        metrics["time/utterances_per_second"] = utterances / (time.time() - began)
+        samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
+        run.log(metrics, "return|repeated|explained", samples)
+        if is_due or run.stopped:
+            run.save({"actor": actor, "critic": critic.body})
+    return run.finish()
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,407 @@
+"""Filtered behaviour cloning, online: imitate the best of your own dialogues, and play again.
+
+    python -m baselines.filtered_bc --env twenty-questions-subset
+    python -m baselines.filtered_bc --rollouts 32 --buffer-size 10000 --actor FOLDER
+    python -m baselines.filtered_bc --resume runs/...
+
+There is no critic: a dialogue is good if its return is, and then all that was said in it is imitated.
+
+Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
+  E1  -mean over utterances of sum_i log pi(a_i|s,a_<i)          cloning_loss
+  E2  the data of E1: the tenth of the buffer's dialogues that has the highest returns     best_of
+Differs from the paper; in brackets what undoes it:
+  D1  Of dialogues with the same return the newest are taken, so that the tenth remains one. The authors' code
+      takes all with at least the return of the last: where many have that one, the filter lets them all pass.
+  D2  Rates and batches are tuned for a tiny model (second command; the batch there is of 256 utterances).
+  D3  The learning rate falls linearly towards zero (--no-anneal-lr).
+  D4  The buffer's dialogues are filtered, as the paper says, and it has as many utterances as in Table 3; in
+      the authors' code all that were ever played are filtered (--buffer-size 100000000).
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+import envs
+from envs import runs
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    # --- run
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    seed: int = 1  # of all random numbers of the run; 0 or more
+    iterations: int = 60  # rounds of rollouts and updates; 0: only evaluates
+    runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    device: str = "cpu"  # cpu, cuda, cuda:1 ...
+    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+
+    # --- model
+    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+
+    # --- data
+    rollouts: int = 128  # dialogues played in an iteration (paper: 32; WebShop 128; D2)
+    buffer_size: int = 10_000  # utterances that the replay buffer holds (paper, Table 3: 10,000; D4)
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
+    max_action_tokens: int = 16  # tokens after which an utterance is cut
+
+    # --- algorithm
+    keep: float = 0.1  # share of the buffer's dialogues that is imitated (paper: 0.1)
+    actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D2)
+    anneal_lr: bool = True  # the learning rate falls towards zero (D3)
+    actor_updates: int = 10  # in an iteration (paper: 10)
+    actor_batch: int = 32  # dialogues in an update (paper: a batch of 256; D2)
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+
+    # --- evaluation
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a piece of text. The list is shared: do not change it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Span(NamedTuple):
+    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def lay_out(dialogues, tokenizer):
+    """Spells dialogues as rows of token ids; each action ends with the end token.
+
+    A row goes on as long as each observation only adds text. One that is written anew begins another row.
+    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
+    action would begin.
+    """
+    if len(dialogues) == 0:
+        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
+    rows = []
+    spans = []
+    prompts = []
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
+    for dialogue in dialogues:
+        so_far = ""
+        for turn, observation in enumerate(dialogue["observations"]):
+            goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
+            if goes_on:
+                reply = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+            else:
+                row = encode(tokenizer, head + observation + to_reply)
+            if turn == len(dialogue["actions"]):
+                prompts.append(row)
+                break
+            start = len(row)
+            action = dialogue["actions"][turn]
+            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            if goes_on:
+                rows[-1] = row
+            else:
+                rows.append(row)
+            span = Span(len(rows) - 1, start, len(row))
+            spans.append(span)
+            so_far = observation + action
+    return rows, spans, prompts
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def flat(dialogues, key):
+    """What dialogues have under a key for each action, in one list [N]."""
+    return [item for dialogue in dialogues for item in dialogue[key]]
+
+
+def best_of(dialogues, share):
+    """E2: the share of dialogues, one at least, that has the highest returns; of equal ones the last (D1)."""
+    returns = [sum(dialogue["rewards"]) for dialogue in dialogues]
+    worst_first = np.argsort(returns, kind="stable")  # D1: equal ones stay in their order
+    count = max(1, round(share * len(dialogues)))
+    return [dialogues[i] for i in worst_first[-count:]]  # E2
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
+# B rows, T columns, C columns that can be seen, S states of a row.
+def cloning_loss(logp_M, num_actions):
+    """E1: -log pi of an utterance, mean over utterances.
+
+    >>> cloning_loss(torch.tensor([-1.0, -3.0, -2.0]), 2).item()
+    3.0
+    """
+    return -logp_M.sum() / num_actions  # E1
+
+
+# ---------------------------------------------------------- 4. models
+def hidden_states(body, dtype, **inputs):
+    """The last hidden states of a model without head, computed in `dtype`, as float32."""
+    is_mixed = dtype == "bfloat16"
+    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
+        return body(**inputs).last_hidden_state.float()
+
+
+def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
+    bias_BTC = torch.zeros(visible_BTC.shape)
+    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    bias_BTC.masked_fill_(~visible_BTC, lowest)
+    return hidden_states(
+        body,
+        dtype,
+        input_ids=ids_BT.to(body.device),
+        position_ids=position_BT.to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+
+
+def read_tokens(body, tokenizer, dialogues, dtype):
+    """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
+    rows, spans, _ = lay_out(dialogues, tokenizer)
+    row_M = []
+    column_M = []
+    for row, start, stop in spans:
+        row_M += [row] * (stop - start)
+        column_M += range(start, stop)
+    ids_BT = pad(rows).to(body.device)  # on the right, where no token sees it
+    hidden_BTH = hidden_states(body, dtype, input_ids=ids_BT)
+    before_M = torch.tensor(column_M) - 1
+    return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
+
+
+def score_actions(actor, dialogues, temperature, dtype):
+    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
+    hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
+    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logp_MV = logits_MV.log_softmax(-1)
+    logp_M1 = logp_MV.gather(-1, token_M[:, None])
+    return logp_MV, logp_M1[:, 0]
+
+
+# ---------------------------------------------------------- 5. rollouts
+def spoken(tokenizer, ids):
+    """The part of an utterance that critic and world receive: its first line, stripped."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.split("\n", 1)[0].strip()
+
+
+def sample_tokens(logits_NV, generator, greedy):
+    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds a uniform number
+        total_NV = logp_NV.exp().cumsum(-1)
+        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
+        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
+@torch.no_grad()
+def generate(actor, rows, starts, args, generator, greedy=False):
+    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+
+    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    """
+    ids_BC = pad(rows)  # on the right, where no state sees it
+    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    B, C = ids_BC.shape
+    S = start_BS.shape[1]
+    cache = transformers.DynamicCache()
+    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
+    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
+
+    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
+    places = []  # of the N states in [B, S], put in one line
+    for b, own in enumerate(starts):
+        places += range(b * S, b * S + len(own))
+    utterances = {place: [] for place in places}
+    total_logps = dict.fromkeys(places, 0.0)
+    for step in range(args.max_action_tokens):
+        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_N.tolist()
+        logps = logp_N.tolist()
+        for place in places:
+            utterances[place].append(tokens[place])
+            total_logps[place] += logps[place]
+        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        if not places:
+            break
+        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
+        token_BS = token_N.view(B, S)
+        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+    return list(utterances.values()), list(total_logps.values())
+
+
+def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
+    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    """
+    seeds = range(len(worlds))
+    if rng:
+        seeds = rng.integers(2**31, size=len(worlds)).tolist()
+    worlds.reset(seeds=seeds, indices=indices)
+    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
+    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    nll = []
+    while alive := worlds.alive():
+        dialogues = [worlds.dialogues[i] for i in alive]
+        _, _, prompts = lay_out(dialogues, actor.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
+        for i in alive:
+            if len(rows[i]) > context - room:
+                worlds.cut(i)
+                del rows[i]
+        if not rows:
+            break
+        starts = [[len(row)] for row in rows.values()]
+        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+        worlds.step(dict(zip(rows, texts, strict=True)))
+        nll += [-logp for logp in logps]
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
+
+
+# ---------------------------------------------------------- 6. updates
+def descend(loss, optimizer, parameters, max_norm, what):
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not torch.isfinite(loss + norm):
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
+    optimizer.step()
+    return norm.item()
+
+
+def actor_update(actor, optimizer, dialogues, args):
+    """One step on E1."""
+    logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
+    num_actions = len(flat(dialogues, "actions"))
+    loss = cloning_loss(logp_M, num_actions)  # E1
+    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
+    return {
+        "actor/loss": loss.item(),
+        "actor/entropy": entropy_M.sum().item() / num_actions,
+        "actor/grad_norm": norm,
+    }
+
+
+# ---------------------------------------------------------- 7. evaluation
+def play_tasks(actor, args, greedy):
+    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+
+    The seeds are always the same, so that evaluations compare.
+    """
+    if args.eval_episodes < 1:
+        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
+    options = envs.options(args.world)
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    if not greedy:
+        passes = round(args.eval_episodes / len(tasks))
+        tasks = passes * tasks
+    worlds = envs.VecTextEnv(args.env, len(tasks), **options)
+    generator = torch.Generator(args.device).manual_seed(0)
+    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    worlds.close()
+    return dialogues
+
+
+def evaluate(actor, args):
+    """Figures of sampled and of greedy play."""
+    sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
+    greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
+    return sampled | greedy
+
+
+# ---------------------------------------------------------- 8. training
+def main(args: Args) -> dict[str, float]:
+    """Iterations of rollouts and imitation; returns what it writes to summary.json."""
+    run = runs.Run(args, "filtered_bc")
+    rng = run.rng
+    options = envs.options(args.world)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    source = args.actor or runs.checkpoint_of(worlds.envs[0])
+    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+
+    # --- a new run, or one that goes on
+    run.start({"actor": actor, "optimizer": optimizer}, replay_buffer=[], episodes=0)
+    if not args.resume:
+        run.log(evaluate(actor, args), "return")
+    replay_buffer = run.state["replay_buffer"]
+
+    for iteration in run.iterations(args.iterations):
+        began = time.time()
+        logs = []
+        # 1. dialogues of the current actor; the buffer has the newest
+        played, nll = rollout(actor, worlds, args, run.generator, rng)
+        run.state["episodes"] += len(played)
+        replay_buffer += played
+        while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
+            replay_buffer.pop(0)
+
+        # 2. the actor, on the best of these
+        best = best_of(replay_buffer, args.keep)
+        lr = args.actor_lr
+        if args.anneal_lr:
+            lr *= 1 - (iteration - 1) / args.iterations  # D3
+        optimizer.param_groups[0]["lr"] = lr
+        for _ in range(args.actor_updates):
+            batch = rng.choice(best, args.actor_batch)
+            logs.append(actor_update(actor, optimizer, batch, args))
+
+        # 3. metrics, evaluation, checkpoint
+        metrics = envs.summarise(played, "rollout/{}")
+        metrics["rollout/nll"] = float(np.mean(nll))
+        returns = [sum(dialogue["rewards"]) for dialogue in best]
+        metrics["filter/dialogues"] = len(best)
+        metrics["filter/return"] = float(np.mean(returns))
+        metrics["filter/worst"] = min(returns)
+        metrics |= runs.means(logs)
+        is_due = run.is_due(args.eval_every)
+        if is_due:
+            metrics |= evaluate(actor, args)
+        metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
+        samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
+        run.log(metrics, "return|repeated|actor/loss", samples)
+        if is_due or run.stopped:
+            run.save({"actor": actor})
+    return run.finish()
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

@@ -1,0 +1,527 @@
+"""PPO on tokens: the on-policy method that ArCHer is compared with, in one file.
+
+    python -m baselines.ppo --env twenty-questions-subset
+    python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 10 --actor-lr 6e-6 --actor FOLDER
+    python -m baselines.ppo --resume runs/...
+
+Every token is an action, also the one that ends a turn. What the world pays for a turn stands at the turn's
+last token; what the world says is no action. The critic is a value network: it says what is to be expected
+before each token. What came of a token beyond that is its advantage. After a few passes the dialogues are
+dropped.
+
+Paper: Schulman et al. 2017, arXiv:1707.06347; as a baseline Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
+  E1  A_t = delta_t + gamma lambda A_t+1,  delta_t = r_t + gamma V_t+1 - V_t    Eq. 11, 12   gae
+  E2  min(w A, clip(w, 1 - eps, 1 + eps) A),  w = pi / pi_old                   Eq. 7        clipped_loss
+  E3  (V - R)^2,  R = A + V_old                                                 Eq. 9        update
+Differs from the second paper, or from the code that it used (LMRL-Gym's); in brackets what undoes it:
+  D1  gamma counts once a turn, at its last token, as in archer.py; there it counts at every token.
+  D2  Rates, batches and epochs are tuned for a tiny model; Table 3 has others (second command).
+  D3  The value network is a model of its own; there it is a head on the actor, and its steps are clipped.
+  D4  It starts at the mean discounted return of the first dialogues instead of zero.
+  D5  No KL penalty (--kl 0.05: archer.py's); there 0.001 log pi / pi_start is taken off the rewards.
+  D6  Both learning rates fall linearly towards zero (--no-anneal-lr).
+"""
+
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+import envs
+from envs import runs
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    # --- run
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    seed: int = 1  # of all random numbers of the run; 0 or more
+    iterations: int = 60  # rounds of rollouts and updates; 0: only evaluates
+    runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    device: str = "cpu"  # cpu, cuda, cuda:1 ...
+    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+
+    # --- model
+    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+
+    # --- data
+    rollouts: int = 128  # dialogues played in an iteration (paper: 2,048; Guess My City 1,024; D2)
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
+    max_action_tokens: int = 16  # tokens after which an utterance is cut
+
+    # --- algorithm
+    actor_lr: float = 3e-4  # paper: 6e-6; Guess My City 6e-4 (D2)
+    critic_lr: float = 3e-4  # of the value network
+    anneal_lr: bool = True  # both learning rates fall towards zero (D6)
+    epochs: int = 4  # passes over the dialogues of an iteration (paper: 10 on the subset, 20, 4; D2)
+    minibatch: int = 32  # dialogues in a step (paper: 1,024; D2)
+    gamma: float = 0.95  # discount per turn (D1; paper: 0.95)
+    gae_lambda: float = 0.95  # of E1, per token (paper: 0.95)
+    clip: float = 0.2  # eps of E2 (paper: 0.2)
+    normalise: bool = True  # an iteration's advantages to mean 0 and deviation 1, as LMRL-Gym's
+    kl: float = 0.0  # penalty per nat of KL from the initial actor, in units of the advantages (D5); 0: none
+    max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
+
+    # --- evaluation
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
+# "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a piece of text. The list is shared: do not change it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Span(NamedTuple):
+    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def lay_out(dialogues, tokenizer):
+    """Spells dialogues as rows of token ids; actions stand there as they were sampled.
+
+    A row goes on as long as each observation only adds text. One that is written anew begins another row.
+    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
+    action would begin.
+    """
+    rows = []
+    spans = []
+    prompts = []
+    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
+    for dialogue in dialogues:
+        so_far = ""
+        for turn, observation in enumerate(dialogue["observations"]):
+            goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
+            if goes_on:
+                reply = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+            else:
+                row = encode(tokenizer, head + observation + to_reply)
+            if turn == len(dialogue["actions"]):
+                prompts.append(row)
+                break
+            start = len(row)
+            row = row + dialogue["ids"][turn]
+            if goes_on:
+                rows[-1] = row
+            else:
+                rows.append(row)
+            span = Span(len(rows) - 1, start, len(row))
+            spans.append(span)
+            so_far = observation + dialogue["actions"][turn]
+    return rows, spans, prompts
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
+# B rows, T columns, C columns that can be seen, S states of a row.
+def gae(rewards, discounts, values, gae_lambda):
+    """E1: advantages of tokens, one dialogue behind the other; the discount of a dialogue's last token is 0.
+
+    >>> gae([0.0, 1.0, 2.0], [0.5, 0.0, 0.0], [0.5, 0.25, 0.0], 1.0)
+    [0.0, 0.75, 2.0]
+    """
+    advantages = []
+    advantage = 0.0
+    next_value = 0.0
+    for reward, discount, value in zip(rewards[::-1], discounts[::-1], values[::-1], strict=True):
+        delta = reward + discount * next_value - value
+        advantage = delta + discount * gae_lambda * advantage  # E1
+        advantages.append(advantage)
+        next_value = value
+    return advantages[::-1]
+
+
+def mc_returns(rewards, gamma):
+    """Discounted return from every turn to the end of the dialogue.
+
+    >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
+    [-1.5, -1.0, 0.0]
+    """
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * returns[-1])
+    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+
+
+def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
+    """E2: minus the mean over tokens of the clipped gain, and the share of tokens that have no gradient."""
+    ratio_M = (logp_M - old_logp_M).exp()
+    bounded_M = ratio_M.clamp(1 - clip, 1 + clip)
+    gain_M = torch.minimum(ratio_M * advantage_M, bounded_M * advantage_M)  # E2
+    is_clipped_M = gain_M < ratio_M * advantage_M
+    return -gain_M.mean(), is_clipped_M.float().mean()
+
+
+# ---------------------------------------------------------- 4. models
+def hidden_states(body, dtype, **inputs):
+    """The last hidden states of a model without head, computed in `dtype`, as float32."""
+    is_mixed = dtype == "bfloat16"
+    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
+        return body(**inputs).last_hidden_state.float()
+
+
+def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
+    bias_BTC = torch.zeros(visible_BTC.shape)
+    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    bias_BTC.masked_fill_(~visible_BTC, lowest)
+    return hidden_states(
+        body,
+        dtype,
+        input_ids=ids_BT.to(body.device),
+        position_ids=position_BT.to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+
+
+def read_tokens(body, tokenizer, dialogues, dtype):
+    """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
+    rows, spans, _ = lay_out(dialogues, tokenizer)
+    row_M = []
+    column_M = []
+    for row, start, stop in spans:
+        row_M += [row] * (stop - start)
+        column_M += range(start, stop)
+    ids_BT = pad(rows).to(body.device)  # on the right, where no token sees it
+    hidden_BTH = hidden_states(body, dtype, input_ids=ids_BT)
+    before_M = torch.tensor(column_M) - 1
+    return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
+
+
+def score_actions(actor, dialogues, temperature, dtype):
+    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
+    hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
+    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logp_MV = logits_MV.log_softmax(-1)
+    logp_M1 = logp_MV.gather(-1, token_M[:, None])
+    return logp_MV, logp_M1[:, 0]
+
+
+class ValueNetwork(nn.Module):
+    """What is to be expected before each token of the actions: a decoder of its own (D3) with one head."""
+
+    def __init__(self, body, value, dtype):
+        super().__init__()
+        width = body.config.hidden_size
+        self.body = body
+        self.dtype = dtype
+        self.head = mlp(width, width, value)
+
+    def forward(self, dialogues):
+        """V [M]."""
+        hidden_MH, _ = read_tokens(self.body, self.body.tokenizer, dialogues, self.dtype)
+        return self.head(hidden_MH)[:, 0]
+
+
+def mlp(inputs, width, value):
+    """Two hidden layers and one output, which starts near `value`."""
+    last = nn.Linear(width, 1)
+    nn.init.constant_(last.bias, value)  # D4
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        last,
+    )
+
+
+# ---------------------------------------------------------- 5. rollouts
+def spoken(tokenizer, ids):
+    """The part of an utterance that critic and world receive: its first line, stripped."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.split("\n", 1)[0].strip()
+
+
+def sample_tokens(logits_NV, generator, greedy):
+    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds a uniform number
+        total_NV = logp_NV.exp().cumsum(-1)
+        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
+        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
+@torch.no_grad()
+def generate(actor, rows, starts, args, generator, greedy=False):
+    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+
+    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    """
+    ids_BC = pad(rows)  # on the right, where no state sees it
+    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    B, C = ids_BC.shape
+    S = start_BS.shape[1]
+    cache = transformers.DynamicCache()
+    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
+    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
+
+    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
+    places = []  # of the N states in [B, S], put in one line
+    for b, own in enumerate(starts):
+        places += range(b * S, b * S + len(own))
+    utterances = {place: [] for place in places}
+    total_logps = dict.fromkeys(places, 0.0)
+    for step in range(args.max_action_tokens):
+        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_N.tolist()
+        logps = logp_N.tolist()
+        for place in places:
+            utterances[place].append(tokens[place])
+            total_logps[place] += logps[place]
+        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        if not places:
+            break
+        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
+        token_BS = token_N.view(B, S)
+        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+    return list(utterances.values()), list(total_logps.values())
+
+
+def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
+    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    Its "ids" are the tokens of its actions, as they were sampled.
+    """
+    seeds = range(len(worlds))
+    if rng:
+        seeds = rng.integers(2**31, size=len(worlds)).tolist()
+    worlds.reset(seeds=seeds, indices=indices)
+    for dialogue in worlds.dialogues:
+        dialogue["ids"] = []
+    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
+    nll = []
+    while alive := worlds.alive():
+        dialogues = [worlds.dialogues[i] for i in alive]
+        _, _, prompts = lay_out(dialogues, actor.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
+        for i in alive:
+            if len(rows[i]) > context - args.max_action_tokens:
+                worlds.cut(i)
+                del rows[i]
+        if not rows:
+            break
+        starts = [[len(row)] for row in rows.values()]
+        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+        worlds.step(dict(zip(rows, texts, strict=True)))
+        for i, ids in zip(rows, utterances, strict=True):
+            worlds.dialogues[i]["ids"].append(ids)
+        nll += [-logp for logp in logps]
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
+
+
+# ---------------------------------------------------------- 6. updates
+def descend(loss, optimizer, parameters, max_norm, what):
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not torch.isfinite(loss + norm):
+        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
+    optimizer.step()
+    return norm.item()
+
+
+@torch.no_grad()
+def judge(dialogues, actor, critic, args):
+    """The dialogues with what `update` wants to know of their tokens, by actor and critic as they are now.
+
+    The second result is the share of the returns' variance that the critic has foreseen.
+    """
+    logps = []
+    values = []
+    for first in range(0, len(dialogues), args.minibatch):
+        part = dialogues[first : first + args.minibatch]
+        _, logp_M = score_actions(actor, part, args.temperature, args.dtype)
+        logps += logp_M.tolist()
+        values += critic(part).tolist()
+    rewards = []
+    discounts = []
+    ends = []
+    for dialogue in dialogues:
+        for reward, ids in zip(dialogue["rewards"], dialogue["ids"], strict=True):
+            within = len(ids) - 1
+            rewards += [0.0] * within + [reward]
+            discounts += [1.0] * within + [args.gamma]  # D1
+        discounts[-1] = 0.0  # behind an end nothing follows; truncation counts as one
+        ends.append(len(rewards))
+
+    advantages = np.array(gae(rewards, discounts, values, args.gae_lambda))
+    returns = advantages + values
+    explained = 1 - advantages.var() / returns.var()
+    if args.normalise:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
+    judged_3M = np.stack([logps, advantages, returns])
+    parts = np.split(judged_3M, ends[:-1], axis=1)
+    pairs = zip(dialogues, parts, strict=True)
+    return [dialogue | {"judged": part} for dialogue, part in pairs], explained
+
+
+def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, args):
+    """One step of the actor on E2 and one of the critic on E3, with a minibatch of judged dialogues."""
+    logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
+    judged_3M = np.concatenate([dialogue["judged"] for dialogue in dialogues], axis=1)
+    old_logp_M, advantage_M, return_M = logp_M.new_tensor(judged_3M)
+    policy_loss, clipped = clipped_loss(logp_M, old_logp_M, advantage_M, args.clip)  # E2
+    loss = policy_loss
+    kl = logp_M.new_tensor(torch.nan)  # not known
+    if args.kl:
+        with torch.no_grad():
+            ref_logp_MV, _ = score_actions(ref_model, dialogues, args.temperature, args.dtype)
+        kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)  # D5
+        kl = kl_M.mean()
+        loss = loss + args.kl * kl
+    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+
+    value_M = critic(dialogues)
+    v_loss = nn.functional.mse_loss(value_M, return_M)  # E3
+    descend(v_loss, critic_optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
+    return {
+        "actor/loss": policy_loss.item(),
+        "actor/clipped": clipped.item(),
+        "actor/ratio": (logp_M - old_logp_M).exp().max().item(),
+        "actor/kl_per_token": kl.item(),
+        "actor/entropy_per_token": entropy_M.mean().item(),
+        "actor/grad_norm": norm,
+        "critic/v_loss": v_loss.item(),
+    }
+
+
+# ---------------------------------------------------------- 7. evaluation
+def play_tasks(actor, args, greedy):
+    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+
+    The seeds are always the same, so that evaluations compare.
+    """
+    if args.eval_episodes < 1:
+        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
+    options = envs.options(args.world)
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    if not greedy:
+        passes = round(args.eval_episodes / len(tasks))
+        tasks = passes * tasks
+    worlds = envs.VecTextEnv(args.env, len(tasks), **options)
+    generator = torch.Generator(args.device).manual_seed(0)
+    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    worlds.close()
+    return dialogues
+
+
+def evaluate(actor, args):
+    """Figures of sampled and of greedy play."""
+    sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
+    greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
+    return sampled | greedy
+
+
+# ---------------------------------------------------------- 8. training
+def main(args: Args) -> dict[str, float]:
+    """Iterations of rollouts and updates; returns what it writes to summary.json."""
+    run = runs.Run(args, "ppo")
+    rng = run.rng
+    generator = run.generator
+    options = envs.options(args.world)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+
+    # --- all that learns, as it starts
+    source = args.actor or runs.checkpoint_of(worlds.envs[0])
+    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    ref_model = copy.deepcopy(actor).requires_grad_(False)
+    body = copy.deepcopy(actor.base_model)  # D3
+    body.tokenizer = actor.tokenizer
+    played, nll = rollout(actor, worlds, args, generator, rng)
+    returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in played]
+    value = float(np.mean(returns))  # D4
+    critic = ValueNetwork(body, value, args.dtype).to(args.device)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
+
+    # --- a new run, or one that goes on
+    modules = {"actor": actor, "optimizer": optimizer}
+    modules |= {"critic": critic, "critic_optimizer": critic_optimizer}
+    run.start(modules, episodes=0)
+    if not args.resume:
+        run.log(evaluate(actor, args), "return")
+
+    for iteration in run.iterations(args.iterations):
+        began = time.time()
+        logs = []
+        # 1. dialogues of the current actor, and what each token of them was worth
+        if iteration > 1:  # the first ones are played already
+            played, nll = rollout(actor, worlds, args, generator, rng)
+        run.state["episodes"] += len(played)
+        judged, explained = judge(played, actor, critic, args)
+
+        # 2. some passes over them
+        share = 1.0
+        if args.anneal_lr:
+            share = 1 - (iteration - 1) / args.iterations  # D6
+        optimizer.param_groups[0]["lr"] = args.actor_lr * share
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr * share
+        for _ in range(args.epochs):
+            order = rng.permutation(len(judged))
+            for first in range(0, len(order), args.minibatch):
+                batch = [judged[i] for i in order[first : first + args.minibatch]]
+                log = update(actor, ref_model, critic, optimizer, critic_optimizer, batch, args)
+                logs.append(log)
+
+        # 3. metrics, evaluation, checkpoint
+        metrics = envs.summarise(played, "rollout/{}")
+        metrics["rollout/nll"] = float(np.mean(nll))
+        metrics["critic/explained_variance"] = explained
+        metrics |= runs.means(logs)
+        is_due = run.is_due(args.eval_every)
+        if is_due:
+            metrics |= evaluate(actor, args)
+        metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
+        samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
+        run.log(metrics, "return|repeated|explained|clipped", samples)
+        if is_due or run.stopped:
+            run.save({"actor": actor})
+    return run.finish()
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
