@@ -281,9 +281,10 @@ class Memory:
             past_key_values=cache,
             use_cache=True,
         )
-        # each row's last new token is number size - 1 of Q; of a row that waits, it is padding, never used
+        # Each row's last new token is number size - 1 of Q; a row with nothing new keeps what it had.
         row_R = torch.arange(len(size_R))
-        self.hidden_BH[rows] = output.last_hidden_state[row_R, size_R - 1]
+        last_RH = output.last_hidden_state[row_R, size_R - 1]
+        self.hidden_BH[size_B > 0] = last_RH[size_R > 0]
         self.length_B[rows] += size_R
 
 

@@ -43,7 +43,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all random numbers of the run; 0 or more
     iterations: int = 20  # rounds of rollouts and critic updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
