@@ -98,10 +98,10 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; each action ends with the end token.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
-    if len(dialogues) == 0:
+    if len(dialogues) == 0:  # may be an array
         raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
@@ -110,17 +110,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
+            # Not +=, which would change a list of `encode`.
             row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
@@ -133,7 +135,7 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -164,7 +166,7 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
 
 
 # ---------------------------------------------------------- 4. models
@@ -196,7 +198,7 @@ def read_forks(body, rows, spans, utterances, dtype):
         ends.append(len(ids[row]) - 1)
     position_BT = pad(positions)
     visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
-    hidden_BTH = read(body, pad(ids), position_BT, visible_BTT, dtype)
+    hidden_BTH = masked_states(body, pad(ids), position_BT, visible_BTT, dtype)
     row_N = [span.row for span in spans]
     state_N = [span.start - 1 for span in spans]
     return hidden_BTH[row_N, state_N], hidden_BTH[row_N, ends]
@@ -210,17 +212,17 @@ def visibility(position_BT, fork_BT, start_BT):
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -292,7 +294,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -300,38 +302,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -340,8 +344,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -395,7 +400,7 @@ def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -133,7 +133,7 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -167,7 +167,7 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
 
 
 def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
@@ -187,17 +187,17 @@ def hidden_states(body, dtype, **inputs):
         return body(**inputs).last_hidden_state.float()
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -263,7 +263,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -271,38 +271,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -311,8 +313,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -352,7 +355,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -430,9 +433,9 @@ def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, arg
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
