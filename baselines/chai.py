@@ -43,7 +43,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all random numbers of the run; 0 or more
     iterations: int = 20  # rounds of rollouts and critic updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -73,13 +73,14 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
-# The N actions of a batch of dialogues are numbered through. "best" has for each state an utterance of pi.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
+# dialogues are numbered consecutively. "best" has an utterance of pi for each of their N states.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -98,10 +99,10 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; each action ends with the end token.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
-    if len(dialogues) == 0:
+    if len(dialogues) == 0:  # may be an array
         raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
@@ -110,17 +111,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
+            # Not +=, which would change a list of `encode`.
             row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
@@ -133,7 +136,7 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -145,7 +148,7 @@ def flat(dialogues, key):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N states or actions, K candidates, M = N K, V the vocabulary, H hidden, 2 the twin
-# critics, B rows, T columns, C columns that can be seen, S states of a row.
+# critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -164,20 +167,20 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
 
 
 # ---------------------------------------------------------- 4. models
-ROW, PADDING = -1, -2  # for tokens that belong to no fork
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
 
 
 def read_forks(body, rows, spans, utterances, dtype):
     """Hidden states [N, H] where N states end, and where an utterance that is said there ends.
 
-    The utterances [N][token ids] are forks, and take the places of the actions in the spans. They stand
-    behind their row, and see it up to their state, and themselves:
+    The utterances [N][token ids] are forks: each is appended to its row, and sees that row up to its state,
+    and itself. A row with two actions a and the forks b and c in its two states:
 
-        row "s s a s a", forks "b b" and "c c" in its two states
+        token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
         fork      - - - - -  0 0  1 1
         start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
@@ -187,16 +190,16 @@ def read_forks(body, rows, spans, utterances, dtype):
     forks = [[ROW] * len(row) for row in rows]
     starts = [[0] * len(row) for row in rows]
     ends = []
-    for n, (row, start, _) in enumerate(spans):
+    for n, (b, start, _) in enumerate(spans):
         length = len(utterances[n])
-        ids[row] += utterances[n]
-        positions[row] += range(start, start + length)
-        forks[row] += [n] * length
-        starts[row] += [start] * length
-        ends.append(len(ids[row]) - 1)
+        ids[b] += utterances[n]
+        positions[b] += range(start, start + length)
+        forks[b] += [n] * length
+        starts[b] += [start] * length
+        ends.append(len(ids[b]) - 1)
     position_BT = pad(positions)
     visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
-    hidden_BTH = read(body, pad(ids), position_BT, visible_BTT, dtype)
+    hidden_BTH = masked_states(body, pad(ids), position_BT, visible_BTT, dtype)
     row_N = [span.row for span in spans]
     state_N = [span.start - 1 for span in spans]
     return hidden_BTH[row_N, state_N], hidden_BTH[row_N, ends]
@@ -210,17 +213,17 @@ def visibility(position_BT, fork_BT, start_BT):
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -292,7 +295,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -300,38 +303,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -340,8 +345,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -363,7 +369,7 @@ def best_utterances(actor, critic, rows, spans, args, generator):
 
 
 def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
-    """Plays all worlds to their end by E3, in lockstep; returns dialogues with an action.
+    """Plays all worlds to their end by E3, in lockstep. Returns the dialogues that have an action.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
@@ -372,7 +378,8 @@ def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    room = 4 * args.max_action_tokens
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
@@ -395,7 +402,7 @@ def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -422,11 +429,11 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
     with torch.no_grad():
-        next_v_N2, best_q_N2 = target_critic(dialogues, "best")  # E2: a ~ pi
+        slow_v_N2, best_q_N2 = target_critic(dialogues, "best")  # E2: a ~ pi
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
-    next_v_N2 = next_v_N2.roll(-1, 0)
-    next_v_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    next_v_N2 = slow_v_N2.roll(-1, 0)
+    next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
     reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
     v_N2, q_N2 = critic(dialogues)
     q_target_N2 = td_target(reward_N, next_v_N2, args.gamma)
@@ -451,9 +458,9 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, critic, args):
-    """Figures of play by E3: the world's tasks, at most `eval_episodes`, in whole passes.
+    """Figures of about `eval_episodes` dialogues played by E3, in whole passes over the tasks.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
@@ -475,16 +482,15 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "chai")
     rng = run.rng
     generator = run.generator
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- the actor, which stays (D1), and all that learns, as it starts
+    # --- models and optimiser, as they start; the actor stays so (D1)
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)
-    first = rollout(actor, blank, worlds, args, generator, rng)
+    first = rollout(actor, blank, worlds, args, generator, rng)  # a resumed run drops these
     returns = []
     for dialogue in first:
         from_turns = mc_returns(dialogue["rewards"], args.gamma)
@@ -492,14 +498,14 @@ def main(args: Args) -> dict[str, float]:
     value = float(np.mean(returns))  # D4
     critic = TwinCritic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    modules = {"critic": critic, "target_critic": target_critic, "optimizer": optimizer}
+    # --- a new run, or a resumed one
+    modules = {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
     run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
         run.log(evaluate(actor, critic, args), "return")
-    replay_buffer = run.state["replay_buffer"]
+    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
@@ -512,12 +518,12 @@ def main(args: Args) -> dict[str, float]:
             replay_buffer.pop(0)
 
         # 2. the critic
-        pool = rng.choice(replay_buffer, args.critic_pool)
+        pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
         pool = with_best(pool, actor, critic, args, generator)
-        optimizer.param_groups[0]["lr"] = args.critic_lr  # a resumed run may have been given another
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
         for _ in range(args.critic_updates):
             batch = rng.choice(pool, args.critic_batch)
-            logs.append(critic_update(critic, target_critic, optimizer, batch, args))
+            logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
         # 3. metrics, evaluation, checkpoint
         metrics = envs.summarise(played, "rollout/{}")

@@ -38,7 +38,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all random numbers of the run; 0 or more
     iterations: int = 60  # rounds of rollouts and updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -66,12 +66,13 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -90,10 +91,10 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; each action ends with the end token.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
-    if len(dialogues) == 0:
+    if len(dialogues) == 0:  # may be an array
         raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
@@ -102,17 +103,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
+            # Not +=, which would change a list of `encode`.
             row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
@@ -125,7 +128,7 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -145,7 +148,7 @@ def best_of(dialogues, share):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# B rows, T columns, C columns that can be seen, S states of a row.
+# B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def cloning_loss(logp_M, num_actions):
     """E1: -log pi of an utterance, mean over utterances.
 
@@ -163,17 +166,17 @@ def hidden_states(body, dtype, **inputs):
         return body(**inputs).last_hidden_state.float()
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -210,7 +213,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -218,38 +221,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -258,14 +263,16 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+    """Plays all worlds to their end, in lockstep.
 
+    Returns the dialogues that have an action, and -log pi of each utterance.
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
     seeds = range(len(worlds))
@@ -273,7 +280,8 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
@@ -295,7 +303,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -321,9 +329,9 @@ def actor_update(actor, optimizer, dialogues, args):
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
@@ -352,17 +360,16 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts and imitation; returns what it writes to summary.json."""
     run = runs.Run(args, "filtered_bc")
     rng = run.rng
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+    actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    run.start({"actor": actor, "optimizer": optimizer}, replay_buffer=[], episodes=0)
+    # --- a new run, or a resumed one
+    run.start({"actor": actor, "actor_optimizer": actor_optimizer}, replay_buffer=[], episodes=0)
     if not args.resume:
         run.log(evaluate(actor, args), "return")
-    replay_buffer = run.state["replay_buffer"]
+    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
@@ -379,10 +386,10 @@ def main(args: Args) -> dict[str, float]:
         lr = args.actor_lr
         if args.anneal_lr:
             lr *= 1 - (iteration - 1) / args.iterations  # D3
-        optimizer.param_groups[0]["lr"] = lr
+        actor_optimizer.param_groups[0]["lr"] = lr
         for _ in range(args.actor_updates):
             batch = rng.choice(best, args.actor_batch)
-            logs.append(actor_update(actor, optimizer, batch, args))
+            logs.append(actor_update(actor, actor_optimizer, batch, args))
 
         # 3. metrics, evaluation, checkpoint
         metrics = envs.summarise(played, "rollout/{}")

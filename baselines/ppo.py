@@ -43,7 +43,7 @@ from envs import runs
 class Args:
     # --- run
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all random numbers of the run; 0 or more
     iterations: int = 60  # rounds of rollouts and updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -75,12 +75,13 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end.
 # Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
 # "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -101,8 +102,8 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; actions stand there as they were sampled.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
     rows = []
     spans = []
@@ -111,17 +112,18 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too, as in archer.py.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]
+            row = row + dialogue["ids"][turn]  # not +=, which would change a list of `encode`
             if goes_on:
                 rows[-1] = row
             else:
@@ -133,14 +135,14 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], filled up on the right."""
+    """Rows of numbers as one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# B rows, T columns, C columns that can be seen, S states of a row.
+# B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def gae(rewards, discounts, values, gae_lambda):
     """E1: advantages of tokens, one dialogue behind the other; the discount of a dialogue's last token is 0.
 
@@ -167,7 +169,7 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 behind the last
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
 
 
 def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
@@ -187,17 +189,17 @@ def hidden_states(body, dtype, **inputs):
         return body(**inputs).last_hidden_state.float()
 
 
-def read(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # finite in either dtype
+    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
     bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),
+        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -263,7 +265,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, generator, greedy):
-    """A token of each row's softmax, or its likeliest, and the token's log-prob, both [N]."""
+    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -271,38 +273,40 @@ def sample_tokens(logits_NV, generator, greedy):
         total_NV = logp_NV.exp().cumsum(-1)
         u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
         token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
 def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes an utterance in each state of some rows: behind rows[b][: starts[b][s]], N in all, row by row.
+    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], the end token included, and log-probs [N].
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
     B, C = ids_BC.shape
     S = start_BS.shape[1]
+    body = actor.base_model
     cache = transformers.DynamicCache()
     inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(actor.base_model, args.dtype, **inputs)
+    hidden_BCH = hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states in [B, S], put in one line
+    places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
         logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
-        token_N, logp_N = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
-        tokens = token_N.tolist()
-        logps = logp_N.tolist()
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
@@ -311,14 +315,16 @@ def generate(actor, rows, starts, args, generator, greedy=False):
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_N.view(B, S)
-        hidden_BSH = read(actor.base_model, token_BS, start_BS + step, visible_BSC, args.dtype, cache)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+    """Plays all worlds to their end, in lockstep.
 
+    Returns the dialogues that have an action, and -log pi of each utterance.
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     Its "ids" are the tokens of its actions, as they were sampled.
     """
@@ -352,7 +358,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns their norm before that."""
+    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -383,7 +389,7 @@ def judge(dialogues, actor, critic, args):
             within = len(ids) - 1
             rewards += [0.0] * within + [reward]
             discounts += [1.0] * within + [args.gamma]  # D1
-        discounts[-1] = 0.0  # behind an end nothing follows; truncation counts as one
+        discounts[-1] = 0.0  # nothing follows an end; a truncation counts as one
         ends.append(len(rewards))
 
     advantages = np.array(gae(rewards, discounts, values, args.gae_lambda))
@@ -397,7 +403,7 @@ def judge(dialogues, actor, critic, args):
     return [dialogue | {"judged": part} for dialogue, part in pairs], explained
 
 
-def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, args):
+def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogues, args):
     """One step of the actor on E2 and one of the critic on E3, with a minibatch of judged dialogues."""
     logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
     judged_3M = np.concatenate([dialogue["judged"] for dialogue in dialogues], axis=1)
@@ -411,7 +417,7 @@ def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, arg
         kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)  # D5
         kl = kl_M.mean()
         loss = loss + args.kl * kl
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    norm = descend(loss, actor_optimizer, actor.parameters(), args.max_grad_norm, "actor")
 
     value_M = critic(dialogues)
     v_loss = nn.functional.mse_loss(value_M, return_M)  # E3
@@ -430,9 +436,9 @@ def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, arg
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """Dialogues of the world's tasks, at most `eval_episodes`: each once, or sampled in whole passes.
+    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
@@ -462,24 +468,23 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "ppo")
     rng = run.rng
     generator = run.generator
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- all that learns, as it starts
+    # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    ref_model = copy.deepcopy(actor).requires_grad_(False)
+    ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer
-    played, nll = rollout(actor, worlds, args, generator, rng)
+    played, nll = rollout(actor, worlds, args, generator, rng)  # a resumed run drops these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in played]
     value = float(np.mean(returns))  # D4
     critic = ValueNetwork(body, value, args.dtype).to(args.device)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+    actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    modules = {"actor": actor, "optimizer": optimizer}
+    # --- a new run, or a resumed one
+    modules = {"actor": actor, "actor_optimizer": actor_optimizer}
     modules |= {"critic": critic, "critic_optimizer": critic_optimizer}
     run.start(modules, episodes=0)
     if not args.resume:
@@ -498,13 +503,13 @@ def main(args: Args) -> dict[str, float]:
         share = 1.0
         if args.anneal_lr:
             share = 1 - (iteration - 1) / args.iterations  # D6
-        optimizer.param_groups[0]["lr"] = args.actor_lr * share
+        actor_optimizer.param_groups[0]["lr"] = args.actor_lr * share
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr * share
         for _ in range(args.epochs):
             order = rng.permutation(len(judged))
             for first in range(0, len(order), args.minibatch):
                 batch = [judged[i] for i in order[first : first + args.minibatch]]
-                log = update(actor, ref_model, critic, optimizer, critic_optimizer, batch, args)
+                log = update(actor, ref_model, critic, actor_optimizer, critic_optimizer, batch, args)
                 logs.append(log)
 
         # 3. metrics, evaluation, checkpoint
