@@ -90,9 +90,7 @@ class Args:
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
     # --- evaluation
-    eval_every: int = (
-        2_500  # steps between evaluations, each with a checkpoint (paper: 1,000; 0: the last step)
-    )
+    eval_every: int = 2_500  # steps between evaluations and checkpoints (paper: 1,000; 0: at the end alone)
     eval_episodes: int = 50  # greedy episodes on test variations (paper: 10; 0: none)
     dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 
@@ -518,7 +516,7 @@ def remember(choices, results, replay_buffer, guide, args):
     for choice, (result, shown) in zip(choices, results, strict=True):
         _, reward, terminated, truncated, info = result
         after = to_view(info, guide.texts)
-        views.append(to_view(shown, guide.texts))
+        views.append(to_view(shown, guide.texts))  # D4
         policy = torch.distributions.Categorical(logits=choice.q_A)
         metrics = {
             "rollout/candidates": len(choice.q_A),

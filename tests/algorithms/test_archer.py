@@ -927,7 +927,7 @@ def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
     """The gradient goes into the critic only; then the target makes its Polyak step."""
     played = with_rewards(play("toy", actor, n=4)[0])
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
-    old, fixed = copy.deepcopy(target.requires_grad_(False)), copy.deepcopy(critic)
+    old, fixed = copy.deepcopy(target), copy.deepcopy(critic)
     optimizer = torch.optim.SGD(critic.parameters(), lr=1e-2)
     archer.critic_update(critic, target, optimizer, played, small(polyak=0.25))
     assert gradient(critic).norm() > 0 and all(p.grad is None for p in target.parameters())
@@ -1433,6 +1433,7 @@ def test_every_switch_runs(tmp_path, folders, changes):
     assert [row.pop("iteration") for row in rows] == [1, 2] and math.isfinite(summary["eval_return"])
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
     assert (rows[-1]["actor/baseline_loss"] > 0) == changes.get("baseline", False)
+    assert (state_of(run)["modules"]["baseline"]["4.bias"].item() != 0) == changes.get("baseline", False)
     assert ("actor/loss" in rows[0]) == (changes.get("warmup", 0) == 0) and "actor/loss" in rows[1]
 
 

@@ -701,17 +701,24 @@ def test_what_is_remembered_and_logged_of_training(
     assert 0 < row["rollout/failure"] < 1 and row["memory/priority"] == len(marked)
 
 
-def test_the_copy_is_renewed_as_often_as_said(house, tmp_path, monkeypatch):
-    """D1; and before and after each evaluation."""
-    renewed, renew = [], Copy.renew
+def test_the_copy_is_renewed_as_often_as_said(house, tmp_path, monkeypatch, guide_folder):
+    """D1; and before and after each evaluation, when the guide's vectors are forgotten, too."""
+    renewed, renew, guides, forget = [], Copy.renew, [], Guide.forget
 
     def renew_and_tell(self, network):
         renewed.append(network)
         renew(self, network)
 
+    def forget_and_tell(self):
+        guides.append(self)
+        assert self.table.used > 0
+        forget(self)
+
     monkeypatch.setattr(Copy, "renew", renew_and_tell)
-    _, summary = run(tmp_path, eval_every=24)
+    monkeypatch.setattr(Guide, "forget", forget_and_tell)
+    _, summary = run(tmp_path, eval_every=24, guide=str(guide_folder), top_k=2)
     assert len(renewed) == summary["updates"] // 3 + 2
+    assert len(guides) == 1 and guides[0].table.used == 0
 
 
 @pytest.mark.parametrize("schedule", ["fixed", "increasing"])

@@ -599,6 +599,9 @@ def test_small_advantages_are_left_out_before_minibatches_are_formed(warm, monke
     moved, metrics = weights_after(warm, played, small(minibatch=4, epochs=2))
     assert not torch.equal(moved, start) and metrics["update/filtered"] == 0.5
     assert [len(part) for part in learned] == [4, 2, 4, 2], "full ones first, of those that teach"
+    norms = [weights_after(warm, played, small(minibatch=n, epochs=1))[1]["update/grad_norm"] for n in (0, 6)]
+    assert norms[0] == norms[1], "all that teach are a full one"
+    del learned[4:]
     for epoch in (learned[:2], learned[2:]):
         assert {t for part in epoch for t in part} == {t for t in played if abs(t.advantage) == 1}
 
@@ -652,17 +655,18 @@ def test_gradient_checkpointing_changes_nothing(base, warm, monkeypatch):
     plain, _ = weights_after(warm, played, small())
     args = small(gradient_checkpointing=True, logit_chunk=16)
     model = loop_ppo.make_model(args, base)
-    remade, forward = [], torch.utils.checkpoint.checkpoint
+    remade, logits, forward = [], [], torch.utils.checkpoint.checkpoint
     monkeypatch.setattr(
         "transformers.modeling_utils.checkpoint", lambda *a, **k: remade.append(1) or forward(*a, **k)
     )
+    monkeypatch.setattr(loop_ppo, "checkpoint", lambda *a, **k: logits.append(1) or forward(*a, **k))
     model.activation_checkpointing_enable()
     assert [t.ids for t in play(model, args)] == [t.ids for t in played] and not remade, (
         "rollouts keep their cache"
     )
     saved, _ = weights_after(model, played, args)
     assert torch.allclose(plain, saved, atol=1e-5)
-    assert remade
+    assert remade and logits
     logps_of(model, played, args)
     assert not any(module.training for module in model.modules())
     assert [t.ids for t in play(model, args)] == [t.ids for t in played], "also behind an update"
@@ -840,6 +844,9 @@ def test_the_greedy_evaluation_is_greedy_and_the_other_is_not(tmp_path, skilled,
             likeliest += [t.ids[c] == best_T[c - 1] for turn in t.turns for c in turn]
         assert all(likeliest) == (suffix == "_greedy")
         assert all(t.fate == "ended" for t in played) and [t.task for t in played] == list(range(24))
+    loop_ppo.evaluate(model, small(eval_episodes=24, worlds=24), "dev", "{}")
+    again = [[t.ids for t in played] for _, played in rollouts]
+    assert again[:2] == again[2:], "from the same seed every time"
 
 
 def test_the_temperature_is_that_of_sampling_and_of_scoring(warm):
