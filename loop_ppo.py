@@ -15,15 +15,15 @@ Paper: Chen et al. 2025, arXiv:2502.01600
   E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
+Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama that learned from flawed solutions (--model), in the place of a 32B model that can code.
   D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
-  D4  E7, too, skips rollouts with a small |A| (--min-advantage 0), of which the paper says nothing.
-  D5  E6 divides by the sample deviation; the release divides E1 by that of the population.
+  D4  E7 also leaves out these rollouts (--min-advantage 0); the paper does not say whether it does.
+  D5  E6 divides by the deviation with K - 1; the release divides E1, not R - mean R, by that with K.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
-  D7  AppWorld's prompt has no worked example, as the paper's has: contexts are shorter.
-Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
+  D7  The paper's prompt for AppWorld has a worked example; this one has none: contexts are shorter.
 """
 
 import time
@@ -87,7 +87,7 @@ class Args:
     logit_chunk: int = 4096  # tokens whose logits are made at a time
     clip: float = 0.2  # eps of E2 (release: 0.1)
     lower_bound: Literal["minus", "over"] = "minus"  # of w: 1-eps (paper) or 1/(1+eps) (release)
-    min_advantage: float = 0.01  # rollouts of a smaller advantage are left out (paper: 0.01; 0: none)
+    min_advantage: float = 0.01  # rollouts with a smaller |A| are left out (paper: 0.01; 0: none)
     kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept, but not with --lora
     lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
     anneal_lr: bool = True  # it falls to zero over the iterations (D3)
@@ -142,8 +142,8 @@ def padded(rows: list[list[int]]) -> torch.Tensor:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B rows of a batch, R rows that a pass reads, T tokens of a row, Q those that a pass
-# reads, M sampled tokens of a rollout, N of a batch, C of a chunk, K rollouts of a task, P tasks,
-# V vocabulary, H hidden, D of an attention head.
+# reads, M sampled tokens of a rollout, N of a batch (one a row in sample_tokens), C of a chunk, K rollouts
+# of a task, P tasks, V vocabulary, H hidden, D of an attention head.
 def leave_one_out(return_K) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
     K = len(return_K)
@@ -219,8 +219,8 @@ def add_adapters(model, rank: int) -> None:
 def recomputing(model):
     """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
 
-    Layers do so in training mode only, in which they also go without a cache, so rollouts cannot stay in it.
-    The modules inside of a layer are not put into it: there is no dropout.
+    Layers do so in training mode only. They then have no cache, so rollouts need them in eval mode again.
+    The modules inside of a layer stay in eval mode: there is no dropout.
     """
     for module in model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
@@ -265,7 +265,7 @@ class Memory:
         size_B = torch.tensor([len(piece) for piece in pieces])
         Q = max(map(len, pieces))
         rows = size_B.nonzero()[:, 0]
-        if Q == 1:  # all rows, also those with nothing new: to gather the others' keys takes longer
+        if Q == 1:  # all rows, also those with nothing new: to pick out keys of some takes longer
             rows = slice(None)
         size_R = size_B[rows]
         ids_RQ = padded(pieces)[rows]
@@ -281,8 +281,10 @@ class Memory:
             past_key_values=cache,
             use_cache=True,
         )
-        row_R = torch.arange(len(size_R))  # the last new token of each row is in column size - 1
-        self.hidden_BH[rows] = output.last_hidden_state[row_R, size_R - 1]
+        # Each row's last new token is number size - 1 of Q; a row with nothing new keeps what it had.
+        row_R = torch.arange(len(size_R))
+        last_RH = output.last_hidden_state[row_R, size_R - 1]
+        self.hidden_BH[size_B > 0] = last_RH[size_R > 0]
         self.length_B[rows] += size_R
 
 
@@ -302,7 +304,7 @@ class Pass(transformers.Cache):
     def update(self, keys, values, layer, *args, **kwargs):
         """Stores new keys and values [R, heads, Q, D]; returns those of all columns [R, heads, width, D]."""
         new = torch.stack([keys, values]).transpose(2, 3)
-        empty = new[:, :, :0]
+        empty = new[:, :, :0]  # a memory's first pass has all rows
         store = self.stored.get(layer, empty)
         missing = self.width - store.shape[2]
         if missing > 0:
@@ -348,8 +350,8 @@ def listen(t: Trajectory, tokenizer, args) -> None:
 
 def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
     """Takes in what a world's `reset` returns."""
-    head, _, to_reply = runs.chat_pieces(tokenizer)
-    t.ids += encode(tokenizer, head + text + to_reply)
+    head, _, to_turn = runs.chat_pieces(tokenizer)
+    t.ids += encode(tokenizer, head + text + to_turn)
     t.text = text
     t.answer = info["answer"]
 
@@ -367,11 +369,11 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     t.text = text
     t.total += reward
 
-    _, to_prompt, to_reply = runs.chat_pieces(tokenizer)
+    _, to_world, to_turn = runs.chat_pieces(tokenizer)
     end = tokenizer.eos_token_id
     if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
         t.ids.append(end)
-    t.ids += encode(tokenizer, to_prompt + reply + to_reply)
+    t.ids += encode(tokenizer, to_world + reply + to_turn)
     if terminated or truncated:
         t.fate = "ended"
         t.terminated = terminated
@@ -504,7 +506,7 @@ def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
         if len(group) < 2:
             continue
         returns = [t.total for t in group]
-        return_K = torch.tensor(returns, dtype=torch.float64)  # in float32 the mean of equals may be another
+        return_K = torch.tensor(returns, dtype=torch.float64)  # in float32 equals may differ from their mean
         advantage_K = leave_one_out(return_K)
         if normalise:
             advantage_K = normalised(return_K)
@@ -566,7 +568,7 @@ def score(model, trajectories, args):
 
 @torch.no_grad()
 def read_old(model, trajectories, args) -> None:
-    """Sets the log-probs of rollouts by the model as it is: before the first step the old ones."""
+    """Sets the old log-probs of rollouts: those by the model as it is before the first step."""
     for pairs in score(model, trajectories, args):
         for t, logp_M in pairs:
             t.old_logp_M = logp_M
@@ -637,13 +639,14 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
         return {"update/filtered": 1.0}
     size = args.minibatch or len(kept)
     minibatches = []
-    for _ in range(args.epochs):  # without regard to tasks
-        order = rng.permutation(len(kept))
+    for _ in range(args.epochs):
+        order = rng.permutation(len(kept))  # without regard to tasks
         shuffled = [kept[i] for i in order]
         for i in range(0, len(kept), size):
             minibatches.append(shuffled[i : i + size])
 
-    # Old log-probs are scored, not the sampler's (App. D). Those of the first minibatch are its own step's.
+    # Old log-probs come from `score`, not from the sampler (App. D). Those of the first minibatch stay None
+    # here: its step, before which nothing has changed, takes its own.
     first = minibatches[0]
     for t in first:
         t.old_logp_M = None
@@ -684,7 +687,7 @@ def play_all(model, worlds, args, greedy: bool) -> dict:
     """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
     tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
     generator = torch.Generator(args.device).manual_seed(0)
-    played = rollout(model, worlds, tasks, tasks, args, generator, greedy)
+    played = rollout(model, worlds, tasks, tasks, args, generator, greedy)  # a task's number is its seed
     solved = {t.task: t.success for t in played}
     metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
     if hasattr(worlds[0], "goals"):

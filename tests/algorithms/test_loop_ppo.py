@@ -500,6 +500,17 @@ def test_worlds_that_do_not_start_are_an_error_if_none_does(warm, monkeypatch):
         play(warm, small(), tasks=(0, 0))
 
 
+def test_a_row_with_nothing_new_keeps_what_was_read(warm):
+    """Also where a reply is one token: then all rows are run."""
+    batch = [loop_ppo.Trajectory(0, ids=[5, 6]), loop_ppo.Trajectory(0, ids=[7, 8, 9])]
+    memory = loop_ppo.Memory(warm, batch)
+    before = memory.hidden_BH.clone()
+    batch[0].ids.append(4)
+    memory.read(batch)
+    assert torch.equal(memory.hidden_BH[1], before[1]) and not torch.equal(memory.hidden_BH[0], before[0])
+    assert memory.length_B.tolist() == [3, 3]
+
+
 def test_a_cache_goes_with_its_memory(warm):
     gc.disable()
     try:
