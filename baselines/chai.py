@@ -73,13 +73,14 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
-# The N actions of a batch of dialogues are numbered through. "best" has for each state an utterance of pi.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
+# dialogues are numbered consecutively. "best" has an utterance of pi for each of their N states.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -147,7 +148,7 @@ def flat(dialogues, key):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N states or actions, K candidates, M = N K, V the vocabulary, H hidden, 2 the twin
-# critics, B rows, T columns, C columns that can be seen, S states of a row.
+# critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -170,16 +171,16 @@ def mc_returns(rewards, gamma):
 
 
 # ---------------------------------------------------------- 4. models
-ROW, PADDING = -1, -2  # for tokens that belong to no fork
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
 
 
 def read_forks(body, rows, spans, utterances, dtype):
     """Hidden states [N, H] where N states end, and where an utterance that is said there ends.
 
-    The utterances [N][token ids] are forks, and take the places of the actions in the spans. They stand
-    behind their row, and see it up to their state, and themselves:
+    The utterances [N][token ids] are forks: each is appended to its row, and sees that row up to its state,
+    and itself. A row with two actions a and the forks b and c in its two states:
 
-        row "s s a s a", forks "b b" and "c c" in its two states
+        token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
         fork      - - - - -  0 0  1 1
         start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
@@ -189,13 +190,13 @@ def read_forks(body, rows, spans, utterances, dtype):
     forks = [[ROW] * len(row) for row in rows]
     starts = [[0] * len(row) for row in rows]
     ends = []
-    for n, (row, start, _) in enumerate(spans):
+    for n, (b, start, _) in enumerate(spans):
         length = len(utterances[n])
-        ids[row] += utterances[n]
-        positions[row] += range(start, start + length)
-        forks[row] += [n] * length
-        starts[row] += [start] * length
-        ends.append(len(ids[row]) - 1)
+        ids[b] += utterances[n]
+        positions[b] += range(start, start + length)
+        forks[b] += [n] * length
+        starts[b] += [start] * length
+        ends.append(len(ids[b]) - 1)
     position_BT = pad(positions)
     visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
     hidden_BTH = masked_states(body, pad(ids), position_BT, visible_BTT, dtype)
@@ -368,7 +369,7 @@ def best_utterances(actor, critic, rows, spans, args, generator):
 
 
 def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
-    """Plays all worlds to their end by E3, in lockstep; returns dialogues with an action.
+    """Plays all worlds to their end by E3, in lockstep. Returns the dialogues that have an action.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
@@ -377,7 +378,8 @@ def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    room = 4 * args.max_action_tokens
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
@@ -427,11 +429,11 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
     with torch.no_grad():
-        next_v_N2, best_q_N2 = target_critic(dialogues, "best")  # E2: a ~ pi
+        slow_v_N2, best_q_N2 = target_critic(dialogues, "best")  # E2: a ~ pi
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
-    next_v_N2 = next_v_N2.roll(-1, 0)
-    next_v_N2[last_turns] = 0.0  # behind an end nothing follows; truncation counts as one
+    next_v_N2 = slow_v_N2.roll(-1, 0)
+    next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
     reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
     v_N2, q_N2 = critic(dialogues)
     q_target_N2 = td_target(reward_N, next_v_N2, args.gamma)
@@ -456,9 +458,9 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, critic, args):
-    """Figures of play by E3: the world's tasks, at most `eval_episodes`, in whole passes.
+    """Figures of about `eval_episodes` dialogues played by E3, in whole passes over the tasks.
 
-    The seeds are always the same, so that evaluations compare.
+    The seeds are always the same, so that evaluations are comparable.
     """
     if args.eval_episodes < 1:
         raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
@@ -480,16 +482,15 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "chai")
     rng = run.rng
     generator = run.generator
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- the actor, which stays (D1), and all that learns, as it starts
+    # --- models and optimiser, as they start; the actor stays so (D1)
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)
-    first = rollout(actor, blank, worlds, args, generator, rng)
+    first = rollout(actor, blank, worlds, args, generator, rng)  # a resumed run drops these
     returns = []
     for dialogue in first:
         from_turns = mc_returns(dialogue["rewards"], args.gamma)
@@ -497,14 +498,14 @@ def main(args: Args) -> dict[str, float]:
     value = float(np.mean(returns))  # D4
     critic = TwinCritic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    modules = {"critic": critic, "target_critic": target_critic, "optimizer": optimizer}
+    # --- a new run, or a resumed one
+    modules = {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
     run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
         run.log(evaluate(actor, critic, args), "return")
-    replay_buffer = run.state["replay_buffer"]
+    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
@@ -517,12 +518,12 @@ def main(args: Args) -> dict[str, float]:
             replay_buffer.pop(0)
 
         # 2. the critic
-        pool = rng.choice(replay_buffer, args.critic_pool)
+        pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
         pool = with_best(pool, actor, critic, args, generator)
-        optimizer.param_groups[0]["lr"] = args.critic_lr  # a resumed run may have been given another
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
         for _ in range(args.critic_updates):
             batch = rng.choice(pool, args.critic_batch)
-            logs.append(critic_update(critic, target_critic, optimizer, batch, args))
+            logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
         # 3. metrics, evaluation, checkpoint
         metrics = envs.summarise(played, "rollout/{}")

@@ -66,12 +66,13 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
 def encode(tokenizer, text: str) -> list[int]:
     """Token ids of a piece of text. The list is shared: do not change it."""
@@ -147,7 +148,7 @@ def best_of(dialogues, share):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# B rows, T columns, C columns that can be seen, S states of a row.
+# B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def cloning_loss(logp_M, num_actions):
     """E1: -log pi of an utterance, mean over utterances.
 
@@ -269,8 +270,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+    """Plays all worlds to their end, in lockstep.
 
+    Returns the dialogues that have an action, and -log pi of each utterance.
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     """
     seeds = range(len(worlds))
@@ -278,7 +280,8 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    room = 4 * args.max_action_tokens  # n tokens, encoded again from text, may be 3n (U+FFFD), and an end
+    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
@@ -357,17 +360,16 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts and imitation; returns what it writes to summary.json."""
     run = runs.Run(args, "filtered_bc")
     rng = run.rng
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+    actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    run.start({"actor": actor, "optimizer": optimizer}, replay_buffer=[], episodes=0)
+    # --- a new run, or a resumed one
+    run.start({"actor": actor, "actor_optimizer": actor_optimizer}, replay_buffer=[], episodes=0)
     if not args.resume:
         run.log(evaluate(actor, args), "return")
-    replay_buffer = run.state["replay_buffer"]
+    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
@@ -384,10 +386,10 @@ def main(args: Args) -> dict[str, float]:
         lr = args.actor_lr
         if args.anneal_lr:
             lr *= 1 - (iteration - 1) / args.iterations  # D3
-        optimizer.param_groups[0]["lr"] = lr
+        actor_optimizer.param_groups[0]["lr"] = lr
         for _ in range(args.actor_updates):
             batch = rng.choice(best, args.actor_batch)
-            logs.append(actor_update(actor, optimizer, batch, args))
+            logs.append(actor_update(actor, actor_optimizer, batch, args))
 
         # 3. metrics, evaluation, checkpoint
         metrics = envs.summarise(played, "rollout/{}")

@@ -75,12 +75,13 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
+    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions" and n "rewards", n + 1 "observations", the states in which they are taken.
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end.
 # Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
 # "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
 @lru_cache(maxsize=100_000)  # worlds repeat themselves
@@ -101,8 +102,8 @@ def lay_out(dialogues, tokenizer):
     """Spells dialogues as rows of token ids; actions stand there as they were sampled.
 
     A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and for each dialogue the row that ends where its next
-    action would begin.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
     """
     rows = []
     spans = []
@@ -111,17 +112,18 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
+            # An empty reply begins a row, too, as in archer.py.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
-                reply = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + reply + to_reply)
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
             else:
                 row = encode(tokenizer, head + observation + to_reply)
-            if turn == len(dialogue["actions"]):
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]
+            row = row + dialogue["ids"][turn]  # not +=, which would change a list of `encode`
             if goes_on:
                 rows[-1] = row
             else:
@@ -140,7 +142,7 @@ def pad(rows, value=0):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# B rows, T columns, C columns that can be seen, S states of a row.
+# B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
 def gae(rewards, discounts, values, gae_lambda):
     """E1: advantages of tokens, one dialogue behind the other; the discount of a dialogue's last token is 0.
 
@@ -320,8 +322,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
 
 
 def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep; returns dialogues with an action, -log pi of utterances.
+    """Plays all worlds to their end, in lockstep.
 
+    Returns the dialogues that have an action, and -log pi of each utterance.
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
     Its "ids" are the tokens of its actions, as they were sampled.
     """
@@ -386,7 +389,7 @@ def judge(dialogues, actor, critic, args):
             within = len(ids) - 1
             rewards += [0.0] * within + [reward]
             discounts += [1.0] * within + [args.gamma]  # D1
-        discounts[-1] = 0.0  # behind an end nothing follows; truncation counts as one
+        discounts[-1] = 0.0  # nothing follows an end; a truncation counts as one
         ends.append(len(rewards))
 
     advantages = np.array(gae(rewards, discounts, values, args.gae_lambda))
@@ -400,7 +403,7 @@ def judge(dialogues, actor, critic, args):
     return [dialogue | {"judged": part} for dialogue, part in pairs], explained
 
 
-def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, args):
+def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogues, args):
     """One step of the actor on E2 and one of the critic on E3, with a minibatch of judged dialogues."""
     logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
     judged_3M = np.concatenate([dialogue["judged"] for dialogue in dialogues], axis=1)
@@ -414,7 +417,7 @@ def update(actor, ref_model, critic, optimizer, critic_optimizer, dialogues, arg
         kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)  # D5
         kl = kl_M.mean()
         loss = loss + args.kl * kl
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    norm = descend(loss, actor_optimizer, actor.parameters(), args.max_grad_norm, "actor")
 
     value_M = critic(dialogues)
     v_loss = nn.functional.mse_loss(value_M, return_M)  # E3
@@ -465,24 +468,23 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "ppo")
     rng = run.rng
     generator = run.generator
-    options = envs.options(args.world)
-    worlds = envs.VecTextEnv(args.env, args.rollouts, **options)
+    worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- all that learns, as it starts
+    # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    ref_model = copy.deepcopy(actor).requires_grad_(False)
+    ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer
-    played, nll = rollout(actor, worlds, args, generator, rng)
+    played, nll = rollout(actor, worlds, args, generator, rng)  # a resumed run drops these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in played]
     value = float(np.mean(returns))  # D4
     critic = ValueNetwork(body, value, args.dtype).to(args.device)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
+    actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
-    # --- a new run, or one that goes on
-    modules = {"actor": actor, "optimizer": optimizer}
+    # --- a new run, or a resumed one
+    modules = {"actor": actor, "actor_optimizer": actor_optimizer}
     modules |= {"critic": critic, "critic_optimizer": critic_optimizer}
     run.start(modules, episodes=0)
     if not args.resume:
@@ -501,13 +503,13 @@ def main(args: Args) -> dict[str, float]:
         share = 1.0
         if args.anneal_lr:
             share = 1 - (iteration - 1) / args.iterations  # D6
-        optimizer.param_groups[0]["lr"] = args.actor_lr * share
+        actor_optimizer.param_groups[0]["lr"] = args.actor_lr * share
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr * share
         for _ in range(args.epochs):
             order = rng.permutation(len(judged))
             for first in range(0, len(order), args.minibatch):
                 batch = [judged[i] for i in order[first : first + args.minibatch]]
-                log = update(actor, ref_model, critic, optimizer, critic_optimizer, batch, args)
+                log = update(actor, ref_model, critic, actor_optimizer, critic_optimizer, batch, args)
                 logs.append(log)
 
         # 3. metrics, evaluation, checkpoint

@@ -397,12 +397,12 @@ def test_ppo_what_main_hands_on(checkpoint, tmp_path, monkeypatch):
             orders.append(order)
     for call in updates:
         assert call["actor"] is actor and call["critic"] is critic and call["ref_model"] is not actor
-        mine = {id(p) for group in call["optimizer"].param_groups for p in group["params"]}
+        mine = {id(p) for group in call["actor_optimizer"].param_groups for p in group["params"]}
         assert mine == {id(p) for p in actor.parameters()}
         mine = {id(p) for group in call["critic_optimizer"].param_groups for p in group["params"]}
         assert mine == {id(p) for p in critic.parameters()}
     last = updates[-1]
-    assert last["optimizer"].param_groups[0]["lr"] == pytest.approx(0.01 / 2)  # D6: half of it is over
+    assert last["actor_optimizer"].param_groups[0]["lr"] == pytest.approx(0.01 / 2)  # D6: half of it is over
     assert last["critic_optimizer"].param_groups[0]["lr"] == pytest.approx(0.02 / 2)
     start = ppo.transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert all(map(torch.equal, start.parameters(), last["ref_model"].parameters()))
