@@ -304,6 +304,7 @@ def test_the_actor_learns_from_the_critic_that_has_just_learned(tmp_path, monkey
     assert order == (["critic_update"] * 3 + ["actor_update"] * 2) * 2
     assert len({id(call.critic) for call in of_critic + of_actor + evaluated}) == 1
     assert len({id(call.target_critic) for call in of_critic}) == 1
+    assert len({id(call.generator) for call in of_actor}) == 1, "each update has new random numbers"
     assert of_critic[0].critic is not of_critic[0].target_critic
 
 
@@ -662,6 +663,8 @@ def test_the_data_can_be_used_again(finished, tmp_path):
     """--dataset takes what a run has saved, and the run is the same to the bit."""
     again, _ = go(tmp_path, iterations=4, dataset=finished[0] / "dataset.jsonl")
     assert timeless(again) == timeless(finished[0])
+    returns = [sum(d["rewards"]) for d in lines_of(again, "dataset.jsonl")]
+    assert [row["data/return"] for row in lines_of(again)[1:]] == pytest.approx([np.mean(returns)] * 4)
 
 
 def test_evaluation_tells_what_offline_runs_hide(actor):
