@@ -205,7 +205,7 @@ def advantages(q_N2, v_N2):
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
-    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3, E5
+    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
 def baseline_loss(baseline_M, advantage_N, owner_M):
@@ -547,7 +547,7 @@ def critic_targets(target_critic, dialogues, return_N, args):
         return_N2 = return_N[:, None].expand(-1, 2)
         return return_N2, return_N2, 0.5
     if args.critic_loss == "td":
-        v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi
+        v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi (D7)
         expectile = 0.5
     else:
         v_N2, q_N2 = target_critic(dialogues)  # E6: a ~ data

@@ -232,7 +232,7 @@ def effective_share(weight_N):
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
     """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
-    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3, E5
+    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
 # ---------------------------------------------------------- 4. models

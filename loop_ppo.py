@@ -87,7 +87,7 @@ class Args:
     logit_chunk: int = 4096  # tokens whose logits are made at a time
     clip: float = 0.2  # eps of E2 (release: 0.1)
     lower_bound: Literal["minus", "over"] = "minus"  # of w: 1-eps (paper) or 1/(1+eps) (release)
-    min_advantage: float = 0.01  # rollouts with a smaller |A| are left out (paper: 0.01; 0: none)
+    min_advantage: float = 0.01  # rollouts with an advantage nearer to 0 are left out (paper: 0.01; 0: none)
     kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept, but not with --lora
     lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
     anneal_lr: bool = True  # it falls to zero over the iterations (D3)

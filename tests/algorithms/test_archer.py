@@ -1503,7 +1503,7 @@ def test_what_is_saved_loads_elsewhere_and_is_a_start(finished, tmp_path, folder
     """Actor and critic in transformers, as they are in the checkpoint with all else that learns."""
     run, _ = finished
     saved = state_of(run)
-    modules = {"actor", "critic", "target_critic", "baseline", "optimizer", "critic_optimizer"}
+    modules = {"actor", "critic", "target_critic", "baseline", "actor_optimizer", "critic_optimizer"}
     assert set(saved["modules"]) == modules and len(saved["state"]["replay_buffer"]) == 12
     for name, auto, prefix in (("actor", AutoModelForCausalLM, ""), ("critic", AutoModel, "body.")):
         weights = auto.from_pretrained(run / name).state_dict()
