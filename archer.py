@@ -130,7 +130,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
+            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -178,7 +178,7 @@ def td_target(reward_N, next_v_N2, gamma):
 
 
 def value_loss(v_N2, q_N2, expectile=0.5):
-    """E2 at expectile 0.5 (two weights of 0.5: the twins' mean). Above it E6: V tends to the best Q."""
+    """E2 at expectile 0.5, where the sum over the twins is their mean. Above it E6: V tends to the best Q."""
     gap_N2 = q_N2 - v_N2
     is_below_N2 = (gap_N2 < 0).to(gap_N2)
     weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
@@ -482,7 +482,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
@@ -605,7 +605,7 @@ def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args,
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     p_MV = logp_MV.exp()
-    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact over V; a_<i gets no gradient
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i; how a_<i was drawn is ignored
     kl = kl_M.sum() / len(fresh)
     baseline_M = torch.zeros_like(logp_M)
     vtok_loss = logp_M.new_zeros(())

@@ -122,7 +122,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply begins a row, too: V(s') would be read at the very token at which Q(s,a) is.
+            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -189,7 +189,7 @@ def td_target(reward_N, next_v_N2, gamma):
 
 
 def value_loss(v_N2, q_N2, expectile=0.5):
-    """E2 at expectile 0.5 (two weights of 0.5: the twins' mean). Above it E6: V tends to the best Q."""
+    """E2 at expectile 0.5, where the sum over the twins is their mean. Above it E6: V tends to the best Q."""
     gap_N2 = q_N2 - v_N2
     is_below_N2 = (gap_N2 < 0).to(gap_N2)
     weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
@@ -481,7 +481,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
