@@ -364,17 +364,16 @@ class TwentyQuestions(gymnasium.Env):
         """Scripted players of this world's words by name; `player(observation, rng)` is an action."""
         words = as_bits(self.words)
         players = {"scripted": scripted, "expert": expert, "random": random_player, "forgetful": forgetful}
-        players["mistaken"] = mistaken
+        players |= {"mistaken": mistaken, "hasty": hasty}
         return {name: partial(player, words=words) for name, player in players.items()}
 
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        A quarter are of the player `scripted`, who draws for each how readily it guesses, and makes mistakes.
-        The others narrow the words down and guess the last ones; two thirds of these guess again and again
-        what was wrong. Mistakes are not for imitation but for their replies: who never saw a bad guess does
-        not know what follows it. Nor are questions while many words are left, or the model would play too
-        well to learn much. All 157 words occur, also when this is the world of ten, as in the paper.
+        Two fifths are of the player `hasty`, and only these are imitated: it plays badly, as most data does, so
+        that there is something to learn. The others are there for their replies. Their players narrow the words
+        down, then guess the last ones, some of them again and again what was wrong: who never saw a bad guess
+        does not know what follows it. All 157 words occur, also when this is the world of ten, as in the paper.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -457,9 +456,10 @@ def mistake(
     observation: str,
     rng: random.Random,
     words: int = ALL,
-    kinds: tuple = ("guess again", "guess again", "again", "excluded", "excluded", "known"),
+    kinds: tuple = ("guess again", "guess again", "again", "excluded", "excluded", "known", "garbled"),
 ) -> str | None:
-    """What tells nothing new: an utterance of before, an excluded guess, a question whose answer is known.
+    """What tells nothing new: an utterance of before, an excluded guess, a question whose answer is known
+    or that is none.
 
     One of `kinds` is drawn. None if there is no such thing, as in the first turn.
     """
@@ -471,6 +471,8 @@ def mistake(
         return rng.choice(guesses) if guesses else None
     if kind == "again":
         return rng.choice(said) if said else None
+    if kind == "garbled":
+        return garble(rng.choice(tuple(QUESTIONS)), rng)
     if kind == "excluded":
         excluded = words & ~left
         return guess_of(rng.choice(words_in(excluded))) if excluded else None
@@ -493,33 +495,62 @@ def narrowing(
     return min(asks, key=lambda ask: abs(2 * ask[1].bit_count() - left.bit_count()))[0]
 
 
+def hasty(
+    observation: str,
+    rng: random.Random,
+    words: int = ALL,
+    guess: float = 0.4,
+    broad: float = 0.4,
+    forget: float = 0.2,
+) -> str:
+    """Guesses early, asks narrow questions and forgets: the player that is imitated.
+
+    A share `guess` of its turns are guesses, also while most words are still possible; so are all turns when two
+    are. A share `broad` of its questions are true of at least 25 words of the table, the others of at most 12.
+    In a share `forget` of its turns it knows nothing of what was answered.
+    """
+    left = candidates(observation, words)
+    forgets = rng.random() < forget
+    if rng.random() < guess or (left.bit_count() <= 2 and not forgets):
+        return guess_of(rng.choice(words_in(words if forgets else left)))
+    asks = narrow_questions(12)
+    if rng.random() < broad:
+        asks = broad_questions(25)
+    if not forgets:
+        asks = [(ask, yes) for ask, yes in asks if 0 < left & yes < left] or asks
+    return rng.choice(asks)[0]
+
+
 def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
     part, look = rng.random(), rng.choice((2, 4, 8))
     wrong = mistake
-    if part < 0.25:  # how to play
-        player, mistakes = partial(scripted, guess=rng.random()), rng.uniform(-0.2, 0.8)
-    elif part < 0.5:  # to guess late, and no word twice
+    if part < 0.4:  # what is imitated
+        player, mistakes = hasty, 0.0
+    elif part < 0.7:  # what late guesses reveal
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
-    else:  # what follows if one does: No, whatever else is known
+    else:  # what follows if one guesses a word twice: No, whatever else is known
         player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
-        wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known"))
-    imitate = []
+        wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
 
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
-        said = slip or player(observation, rng)
-        is_late = part < 0.25 or candidates(observation).bit_count() <= 30
-        imitate.append(slip is None and is_late)
-        return said
+        return slip or player(observation, rng)
 
-    return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
+    played = dialogue(world, play, rng, rng.randrange(world.num_tasks))
+    return played | {"imitate": [part < 0.4] * len(played["actions"])}
 
 
 @lru_cache(maxsize=32)
 def broad_questions(least: int) -> list[tuple[str, int]]:
     """The questions that are true of at least so many words of the table, and of which."""
     return [(ask, yes) for ask, yes in QUESTIONS.items() if yes.bit_count() >= least]
+
+
+@lru_cache(maxsize=32)
+def narrow_questions(most: int) -> list[tuple[str, int]]:
+    """The questions that are true of at most so many words of the table, and of which."""
+    return [(ask, yes) for ask, yes in QUESTIONS.items() if yes.bit_count() <= most]
 
 
 def garble(question: str, rng: random.Random) -> str:
