@@ -16,7 +16,6 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
       with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
-  E6  V(s)   <- upper expectile of Qbar(s,a) over the data Eq. 6      value_loss
 Differs from the paper; in brackets what undoes it (docs/archer.md has the reasons at length):
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts to gibberish.
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
@@ -67,12 +66,11 @@ class Args:
 
     # --- data
     rollouts: int = 128  # dialogues played in an iteration (paper: 128; WebShop 512)
-    buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
+    buffer_size: int = 1000  # dialogues that the replay buffer holds (paper, Table 3: 10,000 utterances)
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
-    critic_loss: Literal["td", "mc", "iql"] = "td"  # td: E1, E2; mc: returns, App. D.1; iql: E1, E6, App. D.2
     critic_lr: float = 3e-4  # paper: 6e-4 (D5)
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
     critic_batch: int = 32  # dialogues in an update of the critic (paper: a batch of 256)
@@ -80,7 +78,6 @@ class Args:
     warmup: int = 5  # iterations before the actor moves (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
-    expectile: float = 0.9  # of E6, for --critic-loss iql
 
     actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D5)
     anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
@@ -177,12 +174,9 @@ def td_target(reward_N, next_v_N2, gamma):
     return reward_N[:, None] + gamma * next_v_N2  # E1
 
 
-def value_loss(v_N2, q_N2, expectile=0.5):
-    """E2 at expectile 0.5, where the sum over the twins is their mean. Above it E6: V tends to the best Q."""
-    gap_N2 = q_N2 - v_N2
-    is_below_N2 = (gap_N2 < 0).to(gap_N2)
-    weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
-    return (weight_N2 * gap_N2**2).sum(-1).mean()  # E2, E6
+def value_loss(v_N2, q_N2):
+    """E2: the square of Q(s,a) - V(s) for a ~ pi, whose mean V tends to; each twin has its own."""
+    return ((q_N2 - v_N2) ** 2).sum(-1).mean()  # E2
 
 
 def mc_returns(rewards, gamma):
@@ -220,9 +214,9 @@ def baseline_loss(baseline_M, advantage_N, owner_M):
 class Packed:
     """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
 
-    ids_BT: torch.Tensor
-    position_BT: torch.Tensor
-    visible_BTT: torch.Tensor  # whether a token (second axis) sees another one (third axis)
+    inputs: tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor
+    ]  # ids [B, T], positions [B, T], visibility [B, T, T]
     row_N: torch.Tensor  # of each utterance
     state_N: torch.Tensor  # column of the last token of its state: V is read there
     end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
@@ -230,12 +224,9 @@ class Packed:
     before_M: torch.Tensor  # column of the token that predicts it
     column_M: torch.Tensor  # its own column
 
-    def hidden(self, body, dtype):
-        """The last hidden states of a decoder [B, T, H]."""
-        return masked_states(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
-
 
 ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
+UNSEEN = 2**30  # position of a token that no token sees
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
@@ -272,10 +263,9 @@ def pack(dialogues, tokenizer, utterances=None) -> Packed:
         columns += own
 
     position_BT = pad(positions)
+    visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
     return Packed(
-        ids_BT=pad(ids),
-        position_BT=position_BT,
-        visible_BTT=visibility(position_BT, pad(forks, PADDING), pad(starts)),
+        inputs=(pad(ids), position_BT, visible_BTT),
         row_N=torch.tensor([span.row for span in spans]),
         state_N=torch.tensor([span.start - 1 for span in spans]),
         end_N=torch.tensor(ends),
@@ -319,9 +309,10 @@ def hidden_states(body, dtype, **inputs):
 def score(actor, dialogues, utterances, temperature, dtype):
     """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
     packed = pack(dialogues, actor.tokenizer, utterances)
-    hidden_BTH = packed.hidden(actor.base_model, dtype)
+    hidden_BTH = masked_states(actor.base_model, *packed.inputs, dtype)
     row_M = packed.row_N[packed.owner_M]
-    token_M = packed.ids_BT[row_M, packed.column_M].to(actor.device)
+    ids_BT = packed.inputs[0]
+    token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
     logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
@@ -343,8 +334,8 @@ class Critic(nn.Module):
         self.is_encoder = body.config.model_type in ENCODERS
         width = body.config.hidden_size
         q_inputs = 2 * width if self.is_encoder else width
-        self.v_heads = Twins(width, width, value)
-        self.q_heads = Twins(q_inputs, width, value)
+        self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
+        self.q_heads = Twins(mlp(q_inputs, width, value) for _ in range(2))
 
     def forward(self, dialogues, texts=None):
         """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
@@ -359,7 +350,7 @@ class Critic(nn.Module):
             end = [self.tokenizer.eos_token_id]
             forks = [encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
-        hidden_BTH = packed.hidden(self.body, self.dtype)
+        hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
         return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
@@ -381,17 +372,11 @@ class Critic(nn.Module):
         return hidden_states(self.body, self.dtype, **inputs)[:, 0]
 
 
-class Twins(nn.Module):
-    """Two networks side by side: [N, inputs] -> [N, 2]."""
-
-    def __init__(self, inputs, width, value):
-        super().__init__()
-        self.first = mlp(inputs, width, value)
-        self.second = mlp(inputs, width, value)
+class Twins(nn.ModuleList):
+    """Networks side by side: [N, inputs] -> [N, 2]."""
 
     def forward(self, x):
-        both = [self.first(x), self.second(x)]
-        return torch.cat(both, -1)
+        return torch.cat([network(x) for network in self], -1)
 
 
 def mlp(inputs, width, value):
@@ -428,24 +413,59 @@ def sample_tokens(logits_NV, generator, greedy):
     return token_N1[:, 0], logp_N1[:, 0]
 
 
+class Memory:
+    """What a decoder has read of some named rows: keys and values, which are kept while the rows grow."""
+
+    def __init__(self, actor, names):
+        self.actor = actor
+        self.rows = {name: [] for name in names}  # what was read
+        self.cache = transformers.DynamicCache()
+        self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
+
+    def read(self, rows, dtype):
+        """Reads what is new in each row {name: token ids}; a row that is missing is forgotten.
+
+        Returns the last hidden states of the new tokens [B, T, H] and their positions [B, T].
+        """
+        columns = self.position_BC.shape[1]
+        self.cache.crop(columns - self.cache.get_seq_length())  # without what was written since
+        if len(rows) < len(self.rows):
+            kept = [b for b, name in enumerate(self.rows) if name in rows]
+            self.cache.batch_select_indices(torch.tensor(kept))
+            self.position_BC = self.position_BC[kept]
+        new = []
+        positions = []
+        for b, (name, row) in enumerate(rows.items()):
+            known = len(self.rows[name])
+            if row[:known] != self.rows[name] or len(row) == known:  # it was written anew
+                known = 0
+                self.position_BC[b] = UNSEEN
+            new.append(row[known:])
+            positions.append(range(known, len(row)))
+        self.rows = rows
+        position_BT = pad(positions, UNSEEN)
+        self.position_BC = torch.cat([self.position_BC, position_BT], -1)
+        visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
+        position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
+        body = self.actor.base_model
+        hidden_BTH = masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
+        return hidden_BTH, position_BT
+
+
 @torch.no_grad()
-def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
+def generate(memory, rows, starts, args, generator, greedy=False):
+    """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
     A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
     log-probs [N].
     """
-    ids_BC = pad(rows)  # on the right, where no state sees it
+    actor = memory.actor
+    hidden_BTH, position_BT = memory.read(rows, args.dtype)
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
-    B, C = ids_BC.shape
-    S = start_BS.shape[1]
-    body = actor.base_model
-    cache = transformers.DynamicCache()
-    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(body, args.dtype, **inputs)
-    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
-
-    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    B, S = start_BS.shape
+    before_BS = start_BS - 1 - position_BT[:, :1]
+    hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
+    visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
     places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
@@ -467,7 +487,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
+        hidden_BSH = masked_states(
+            actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
+        )
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -485,6 +507,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
+    memory = Memory(actor, range(len(worlds)))
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
@@ -496,26 +519,29 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        utterances, logps = generate(memory, rows, starts, args, generator, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 
-def fresh_utterances(actor, dialogues, args, generator):
-    """One utterance of the current actor in each of the N states of some dialogues, as token ids."""
-    rows, spans, _ = lay_out(dialogues, actor.tokenizer)
-    starts = [[] for _ in rows]
-    for span in spans:
-        starts[span.row].append(span.start)
-    size = 1 + 500 * len(rows) // len(spans)  # rows with about 500 states: bounds the memory
-    fresh = []
-    for i in range(0, len(rows), size):
-        part = slice(i, i + size)
-        utterances, _ = generate(actor, rows[part], starts[part], args, generator)
-        fresh += utterances
-    return fresh
+def with_fresh(dialogues, actor, args, generator):
+    """Dialogues with a new utterance of the actor in each of their states, as token ids."""
+    result = []
+    for i in range(0, len(dialogues), 32):  # all at once might not fit
+        part = dialogues[i : i + 32]
+        rows, spans, _ = lay_out(part, actor.tokenizer)
+        starts = [[] for _ in rows]
+        for span in spans:
+            starts[span.row].append(span.start)
+        rows = dict(enumerate(rows))
+        fresh, _ = generate(Memory(actor, rows), rows, starts, args, generator)
+        for dialogue in part:
+            n = len(dialogue["actions"])
+            result.append(dialogue | {"fresh": fresh[:n]})
+            fresh = fresh[n:]
+    return result
 
 
 # ---------------------------------------------------------- 6. updates
@@ -530,34 +556,16 @@ def descend(loss, optimizer, parameters, max_norm, what):
     return norm.item()
 
 
-def with_fresh(dialogues, actor, args, generator):
-    """Dialogues with a new utterance of the actor in each state, as text: the a ~ pi of E2 (D7)."""
-    texts = [spoken(actor.tokenizer, ids) for ids in fresh_utterances(actor, dialogues, args, generator)]
-    result = []
-    for dialogue in dialogues:
-        n = len(dialogue["actions"])
-        result.append(dialogue | {"fresh": texts[:n]})
-        texts = texts[n:]
-    return result
-
-
-def critic_targets(target_critic, dialogues, return_N, args):
-    """The targets of Q and of V [N, 2] each, and the expectile of V's loss."""
-    if args.critic_loss == "mc":  # App. D.1, where the buffer is smaller, too
-        return_N2 = return_N[:, None].expand(-1, 2)
-        return return_N2, return_N2, 0.5
-    if args.critic_loss == "td":
-        v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi (D7)
-        expectile = 0.5
-    else:
-        v_N2, q_N2 = target_critic(dialogues)  # E6: a ~ data
-        expectile = args.expectile
+def critic_targets(target_critic, dialogues, gamma):
+    """The targets of Q and of V, [N, 2] each."""
+    texts = [spoken(target_critic.tokenizer, ids) for ids in flat(dialogues, "fresh")]
+    v_N2, q_N2 = target_critic(dialogues, texts)  # E2: a ~ pi (D7)
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_v_N2 = v_N2.roll(-1, 0)
     next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
-    reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
-    return td_target(reward_N, next_v_N2, args.gamma), q_N2, expectile
+    reward_N = v_N2.new_tensor(flat(dialogues, "rewards"))
+    return td_target(reward_N, next_v_N2, gamma), q_N2
 
 
 def critic_update(critic, target_critic, optimizer, dialogues, args):
@@ -567,10 +575,10 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
     with torch.no_grad():
-        q_target_N2, v_target_N2, expectile = critic_targets(target_critic, dialogues, return_N, args)
+        q_target_N2, v_target_N2 = critic_targets(target_critic, dialogues, args.gamma)
     v_N2, q_N2 = critic(dialogues)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
-    v_loss = value_loss(v_N2, v_target_N2, expectile)  # E2, E6
+    v_loss = value_loss(v_N2, v_target_N2)  # E2
     norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
@@ -588,18 +596,26 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
     }
 
 
-def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args, generator):
+def actor_update(
+    actor,
+    ref_model,
+    critic,
+    baseline,
+    optimizer,
+    dialogues,
+    args,
+    generator,
+):
     """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
-    fresh = fresh_utterances(actor, dialogues, args, generator)
+    dialogues = with_fresh(dialogues, actor, args, generator)
+    fresh = flat(dialogues, "fresh")
     texts = [spoken(actor.tokenizer, ids) for ids in fresh]
     with torch.no_grad():
         v_N2, q_N2 = critic(dialogues, texts)
         ref_logits_MV, _, _, _ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
         ref_logp_MV = ref_logits_MV.log_softmax(-1)
     raw_N = advantages(q_N2, v_N2)
-    advantage_N = raw_N
-    if args.center:
-        advantage_N = raw_N - raw_N.mean()  # D3
+    advantage_N = raw_N - args.center * raw_N.mean()  # D3
 
     logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
     logp_MV = logits_MV.log_softmax(-1)
@@ -607,12 +623,9 @@ def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args,
     p_MV = logp_MV.exp()
     kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i; how a_<i was drawn is ignored
     kl = kl_M.sum() / len(fresh)
-    baseline_M = torch.zeros_like(logp_M)
-    vtok_loss = logp_M.new_zeros(())
-    if args.baseline:
-        baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
-        vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, baseline_M)  # E3, E5
+    baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
+    vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
+    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, args.baseline * baseline_M)  # E3, E5
     loss = policy_loss + args.kl * kl + vtok_loss
     # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
@@ -634,13 +647,11 @@ def play_tasks(actor, args, greedy):
 
     The seeds are always the same, so that evaluations are comparable.
     """
-    if args.eval_episodes < 1:
-        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
-        passes = round(args.eval_episodes / len(tasks))
+        passes = max(1, round(args.eval_episodes / num_tasks))
         tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)
@@ -688,7 +699,7 @@ def main(args: Args) -> dict[str, float]:
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     width = actor.config.hidden_size
-    baseline = mlp(width, width, 0.0).to(args.device)  # idle without --baseline
+    baseline = mlp(width, width, 0.0).to(args.device)  # learns in any case
     trained = [*actor.parameters(), *baseline.parameters()]
     actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
@@ -708,13 +719,11 @@ def main(args: Args) -> dict[str, float]:
         played, nll = rollout(actor, worlds, args, generator, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
-        while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
-            replay_buffer.pop(0)
+        del replay_buffer[: -args.buffer_size]
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
-        if args.critic_loss == "td":
-            pool = with_fresh(pool, actor, args, generator)
+        pool = with_fresh(pool, actor, args, generator)
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
         for _ in range(args.critic_updates):
             batch = rng.choice(pool, args.critic_batch)

@@ -370,10 +370,10 @@ class TwentyQuestions(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        Two fifths are of the player `hasty`, and only these are imitated: it plays badly, as most data does, so
-        that there is something to learn. The others are there for their replies. Their players narrow the words
-        down, then guess the last ones, some of them again and again what was wrong: who never saw a bad guess
-        does not know what follows it. All 157 words occur, also when this is the world of ten, as in the paper.
+        Two fifths are of the player `hasty`, and only these are imitated: it plays badly, as most data does,
+        so that there is something to learn. The others are there for their replies. Their players narrow the
+        words down, then guess the last ones, some of them again and again what was wrong: who never saw a bad
+        guess does not know what follows it. All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -505,9 +505,9 @@ def hasty(
 ) -> str:
     """Guesses early, asks narrow questions and forgets: the player that is imitated.
 
-    A share `guess` of its turns are guesses, also while most words are still possible; so are all turns when two
-    are. A share `broad` of its questions are true of at least 25 words of the table, the others of at most 12.
-    In a share `forget` of its turns it knows nothing of what was answered.
+    A share `guess` of its turns are guesses, also while most words are still possible; so are all turns when
+    two are. A share `broad` of its questions are true of at least 25 words of the table, the others of at most
+    12. In a share `forget` of its turns it knows nothing of what was answered.
     """
     left = candidates(observation, words)
     forgets = rng.random() < forget
