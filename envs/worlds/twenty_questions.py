@@ -11,9 +11,9 @@ guess. The answers are "Yes.", "No." and "Invalid Question."
 
   D1  The answers come from a table of facts (twenty_questions.toml) instead of a flan-t5-small, so
       that the game needs no model and its best return is known. `oracle=<folder>` brings the model back.
-  D2  A guess is right when the whole question names the word. The authors' code compares only the
-      last word of the question: "Is it a cat or a dog?" wins on dog, and a word of two words, such
-      as "golf ball", can never be won. `matching="paper"` restores that.
+  D2  A guess is right when the whole question names the word. In the authors' code it is when the
+      oracle says Yes and the last word of the question is a name: "Is it made of metal, drill?" wins
+      on drill, and a word of two words, such as "golf ball", never. `matching="paper"` restores that.
 
 To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/twenty_questions.py and
 envs/worlds/twenty_questions.toml, each to the same place. It needs gymnasium and nothing else.
@@ -253,16 +253,16 @@ def normalise(text: str) -> str:
 # ------------------------------------------------------------------------------- 4. right or not
 
 
-def is_right_strict(word: str, question: str) -> bool:
-    """The question guesses the word and nothing besides."""
+def is_right_strict(word: str, question: str, answer: str) -> bool:
+    """The question guesses the word and nothing besides, whatever the oracle says."""
     parsed = parse(question)
     return parsed is not None and parsed.guess == word
 
 
-def is_right_paper(word: str, question: str) -> bool:
-    """The last word of the question is a name of the word, as in the authors' code."""
+def is_right_paper(word: str, question: str, answer: str) -> bool:
+    """The oracle says Yes, and the last word of the question is a name of the word: the authors' code."""
     last = re.sub(r"[^a-z]+$", "", question.lower()).split(" ")[-1]
-    return last in [word, *ENTRIES[word].get("names", [])]
+    return answer == YES and last in [word, *ENTRIES[word].get("names", [])]
 
 
 MATCHING = {"strict": is_right_strict, "paper": is_right_paper}
@@ -345,8 +345,10 @@ class TwentyQuestions(gymnasium.Env):
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
         question = read_action(action, self.max_action_chars)
 
-        terminated = self.is_right(self.word, question)
-        answer = YES if terminated else self.oracle(self.word, question)
+        answer = self.oracle(self.word, question)
+        terminated = self.is_right(self.word, question, answer)
+        if terminated:
+            answer = YES
         reward = 0.0 if terminated else -1.0
         self.observation += f"{question} {answer}\n"
         self.turns += 1
@@ -505,9 +507,9 @@ def hasty(
 ) -> str:
     """Guesses early, asks narrow questions and forgets: the player that is imitated.
 
-    A share `guess` of its turns are guesses, also while most words are still possible; so are all turns when
-    two are. A share `broad` of its questions are true of at least 25 words of the table, the others of at most
-    12. In a share `forget` of its turns it knows nothing of what was answered.
+    A share `guess` of its turns are guesses, also while most words are possible; so are all turns when two are.
+    A share `broad` of its questions are true of at least 25 words of the table, the others of at most 12. In a
+    share `forget` of its turns it knows nothing of what was answered.
     """
     left = candidates(observation, words)
     forgets = rng.random() < forget

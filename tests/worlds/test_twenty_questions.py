@@ -176,7 +176,7 @@ def test_strict_matching_wins_every_word_by_its_name_alone():
     assert wins("pants", "Is it a pair of trousers?")
 
 
-def test_the_papers_matching_looks_at_the_last_word():
+def test_the_papers_matching_looks_at_the_answer_and_the_last_word(monkeypatch):
     unwinnable = {
         word
         for word in WORDS
@@ -193,10 +193,15 @@ def test_the_papers_matching_looks_at_the_last_word():
             "lawn mower",
         )
     }
-    assert wins("dog", "Is it a cat or a dog?", matching="paper")
-    assert wins("dog", "dog!", matching="paper")
+    assert wins("dog", "Is it an animal, dog?", matching="paper")
     assert wins("headphone", "Is it a pair of headphones?", matching="paper")
     assert not wins("pants", "Is it trousers?", matching="paper")
+    no_yes = {"Is it bigger than a dog?": tq.NO, "Is it a cat or a dog?": tq.INVALID, "dog!": tq.INVALID}
+    assert {question: tq.table_oracle("dog", question) for question in no_yes} == no_yes
+    assert not any(wins("dog", question, matching="paper") for question in no_yes)
+    monkeypatch.setattr(tq, "table_oracle", lambda word, question: tq.YES)
+    assert all(wins("dog", question, matching="paper") for question in no_yes), "an oracle may be wrong"
+    assert not wins("dog", "Is it a dog or a cat?", matching="paper")
     with pytest.raises(ValueError, match="matching: 'loose' is none of strict, paper"):
         envs.make("twenty-questions", matching="loose")
 
