@@ -507,9 +507,9 @@ def hasty(
 ) -> str:
     """Guesses early, asks narrow questions and forgets: the player that is imitated.
 
-    A share `guess` of its turns are guesses, also while most words are possible; so are all turns when two are.
-    A share `broad` of its questions are true of at least 25 words of the table, the others of at most 12. In a
-    share `forget` of its turns it knows nothing of what was answered.
+    A share `guess` of its turns are guesses, and all when two words are possible. A share `broad` of its
+    questions are true of at least 25 words of the table, the others of at most 12. In a share `forget` of its
+    turns it knows nothing of what was answered.
     """
     left = candidates(observation, words)
     forgets = rng.random() < forget
