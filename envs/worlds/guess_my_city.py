@@ -724,10 +724,10 @@ class GuessMyCity(gymnasium.Env):
         }
 
     def demonstrations(self, n: int, seed: int) -> list[dict]:
-        """`n` dialogues to learn the game from, about cities drawn evenly; "imitate" says what to do likewise.
+        """`n` dialogues to learn the game from, about cities drawn evenly; "imitate" says what to imitate.
 
-        Half are of the player `hasty`, and only these are imitated: it plays badly, as most data does, so that
-        there is something to learn. The others, of the player `scripted`, are there for their replies.
+        Half are of the player `hasty`, and only these are imitated: it plays badly, as most data does, so
+        that there is something to learn. The others, of the player `scripted`, are there for their replies.
         """
         world, rng = GuessMyCity(**self.options), random.Random(seed)
         lessons = []
