@@ -372,10 +372,11 @@ class TwentyQuestions(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        Two fifths are of the player `hasty`, and only these are imitated: it plays badly, as most data does,
-        so that there is something to learn. The others are there for their replies. Their players narrow the
-        words down, then guess the last ones, some of them again and again what was wrong: who never saw a bad
-        guess does not know what follows it. All 157 words occur, as in the paper, also in the world of ten.
+        Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that there
+        is something to learn. The other players narrow the words down, then guess the last ones, some of them
+        again and again what was wrong: who never saw a bad guess does not know what follows it. Imitated is
+        what they do with at most six words left, unless it is a mistake, all else is there for the replies.
+        All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -527,7 +528,7 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
     part, look = rng.random(), rng.choice((2, 4, 8))
     wrong = mistake
-    if part < 0.4:  # what is imitated
+    if part < 0.4:  # what is imitated in every state
         player, mistakes = hasty, 0.0
     elif part < 0.7:  # what late guesses reveal
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
@@ -535,12 +536,15 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
         player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
         wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
 
+    imitate = []
+
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
+        is_late = candidates(observation).bit_count() <= 6
+        imitate.append(part < 0.4 or (slip is None and is_late))
         return slip or player(observation, rng)
 
-    played = dialogue(world, play, rng, rng.randrange(world.num_tasks))
-    return played | {"imitate": [part < 0.4] * len(played["actions"])}
+    return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
 
 
 @lru_cache(maxsize=32)
