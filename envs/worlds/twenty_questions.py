@@ -372,11 +372,11 @@ class TwentyQuestions(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that there
-        is something to learn. The other players narrow the words down, then guess the last ones, some of them
-        again and again what was wrong: who never saw a bad guess does not know what follows it. Imitated is
-        what they do with at most six words left, unless it is a mistake, all else is there for the replies.
-        All 157 words occur, as in the paper, also in the world of ten.
+        Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that
+        there is something to learn. The other players narrow the words down, then guess the last ones, some
+        of them again and again what was wrong: who never saw a bad guess does not know what follows it.
+        Imitated is what they do with at most six words left, unless it is a mistake; all else is there for
+        the replies. All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
