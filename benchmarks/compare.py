@@ -83,7 +83,7 @@ METHODS = {
     "ArCHer, token baseline": Row("archer.py --baseline", ARCHER),
 }
 TABLE_3 = "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10"
-# An encoder reads every state from its beginning: with the usual batches three minutes an iteration, and 4 GB.
+# An encoder reads every state from its beginning: with the usual batches three minutes an iteration, 4 GB.
 FEW = "--critic-batch 8 --critic-pool 64 --actor-batch 16"
 ABLATIONS = {  # an iteration has 1,000 to 2,000 utterances, and --buffer-size counts these
     **{f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}") for words in PPO},
