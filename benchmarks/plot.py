@@ -2,9 +2,11 @@
 
     python benchmarks/plot.py runs/* --out curves.svg
     python benchmarks/plot.py runs/* --metric eval/return --mark "best possible=-6.78" --table
+    python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
 where the shortest of them has come. A line is named by the arguments in which it differs from the others.
+The third draws what benchmarks/compare.py has written: return by dialogues and, beside it, by CPU-seconds.
 """
 
 import json
@@ -14,19 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
-from tables import draw, half_width, interval, read_lines, stop
+from tables import draw, half_width, interval, read_lines, read_results, stop
 
 APART = {"seed", "runs", "resume", "name", "threads"}  # arguments by which runs are not told apart
 
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[list[Path]]  # folders of runs
+    runs: tyro.conf.Positional[list[Path]]  # folders of runs, or one CSV of compare.py
     metric: str = "rollout/return"  # a tag of metrics.jsonl
     mark: list[str] = field(default_factory=list)  # level lines, as NAME=VALUE, such as "best possible=-6.78"
     smooth: int = 1  # iterations over which a curve is averaged
     title: str = ""  # above the picture; "" takes world and metric
     out: Path | None = None  # the picture, an SVG
+    methods: tuple[str, ...] = ()  # of a CSV: those that are drawn, in this order; none: all
     table: bool = False  # print each line's first and last value
 
 
@@ -76,14 +79,50 @@ def band(curves: list[dict[int, float]]) -> list[tuple[int, float, float, float]
     return points
 
 
+def compared(rows: list[dict], axis: str, smooth: int) -> list[tuple[float, float, float, float]]:
+    """The band of a method of compare.py, by the mean of its seeds on an axis."""
+    curves, places = {}, {}
+    for row in rows:
+        if "return" in row:
+            curves.setdefault(row["seed"], {})[row["iteration"]] = row["return"]
+            places.setdefault(row["iteration"], []).append(row[axis])
+    points = band([average(curve, smooth) for curve in curves.values()])
+    return [(statistics.fmean(places[iteration]), *edges) for iteration, *edges in points]
+
+
+def draw_csv(args: Args) -> None:
+    """Draws a CSV of compare.py."""
+    (path,) = args.runs
+    rows = read_results(path)
+    there = list(dict.fromkeys(row["method"] for row in rows))
+    if unknown := [name for name in args.methods if name not in there]:
+        stop(f"--methods {unknown[0]}: there are {', '.join(there)}")
+    if not there or not args.out:
+        stop(f"{path}: no curves in it" if not there else "--out: where the picture is to be")
+    panels = {}
+    for axis in ("dialogues", "cpu_seconds"):
+        lines = {name: [row for row in rows if row["method"] == name] for name in args.methods or there}
+        title = f"{args.title or 'return'} by {axis.replace('cpu_', 'CPU-')}"
+        panels[title] = {name: compared(own, axis, args.smooth) for name, own in lines.items()}
+    draw(panels, "", args.out, marks_of(args))
+
+
+def marks_of(args: Args) -> dict[str, float]:
+    """The level lines by their names."""
+    try:
+        return {name: float(value) for name, _, value in (mark.rpartition("=") for mark in args.mark)}
+    except ValueError as error:
+        stop(f"--mark: write NAME=VALUE: {error}")
+
+
 def main(args: Args) -> str:
     """Draws and prints; returns the table as markdown."""
     if args.smooth < 1:
         stop(f"--smooth {args.smooth}: at least 1")
-    try:
-        marks = {name: float(value) for name, _, value in (mark.rpartition("=") for mark in args.mark)}
-    except ValueError as error:
-        stop(f"--mark: write NAME=VALUE: {error}")
+    marks = marks_of(args)
+    if args.runs[0].suffix == ".csv":
+        draw_csv(args)
+        return ""
     found = [read(run, args.metric) for run in args.runs]
     groups = grouped([(arguments, average(points, args.smooth)) for arguments, points in found])
     rows = {f"{label} ({len(curves)})": band(curves) for label, curves in groups.items()}

@@ -669,6 +669,8 @@ def test_the_metrics_table_of_the_page_has_what_is_logged_and_nothing_else(scrip
 # (start of a command, arguments that make it small, what is typed); the first that fits is taken
 HOW_TO_RUN = [
     ("python benchmarks/apps.py", "--turns 20 --worlds 1", ""),
+    ("python benchmarks/compare.py", "--quick --worlds twenty-questions-subset", ""),
+    ("python benchmarks/variants.py", "--iterations 1 --rollouts 4 --critic-updates 1 --eval-episodes 2", ""),
     ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
     ("python benchmarks/loop_table.py", "--quick", ""),
     ("python benchmarks/table1.py", "--quick --seeds 1", ""),

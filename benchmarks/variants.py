@@ -1,0 +1,191 @@
+"""archer.py with one part exchanged for which it has no switch; benchmarks/compare.py measures what it does.
+
+    python benchmarks/variants.py D4 --env twenty-questions-subset
+    python benchmarks/variants.py D7 --resume runs/...
+
+The first word names the part, the others are archer.py's. D2, D4, D7 and D8 undo what its head says under
+that number. The run's folder does not say so: give it a --name.
+  D2      The critic is an encoder: a small BERT with random weights, as a better one needs the network.
+  random  The critic is a decoder as usual, with random weights: what D2 is to be compared with.
+  D4      All heads start near zero.
+  D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
+          good as the whole buffer, it undoes D7.
+  D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import torch
+import transformers
+import tyro
+from tokenizers.processors import TemplateProcessing
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import archer
+import envs
+from envs import runs
+
+BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
+
+
+# ---------------------------------------------------------- D2, random
+def arguments(words: list[str]) -> archer.Args:
+    """What a command line says, and for the rest the run that it resumes."""
+    args = tyro.cli(archer.Args, args=words)
+    if args.resume:
+        saved = runs.saved_args(archer.Args, Path(args.resume))
+        args = tyro.cli(archer.Args, args=words, default=saved)
+    return args
+
+
+def random_encoder(source: str, folder: str) -> None:
+    """Saves a BERT of the actor's size that reads the actor's tokens behind its end token, as the [CLS]."""
+    actor = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{end[0]} $A", special_tokens=[end])
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=actor.hidden_size,
+        num_hidden_layers=actor.num_hidden_layers,
+        num_attention_heads=actor.num_attention_heads,
+        intermediate_size=actor.intermediate_size,
+        max_position_embeddings=actor.max_position_embeddings + 2,
+        initializer_range=actor.initializer_range,
+        pad_token_id=None,  # the end token pads, and it is the [CLS], which must learn
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def random_decoder(source: str, folder: str) -> None:
+    """Saves a model like the actor with random weights."""
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+
+
+# ---------------------------------------------------------- D4
+def mlp_from_zero(mlp):
+    """archer.mlp, but its output starts near zero, whatever it is told."""
+    return lambda inputs, width, value: mlp(inputs, width, 0.0)
+
+
+# ---------------------------------------------------------- D7
+class FreshAtEveryUpdate:
+    """archer.with_fresh only remembers what it needs; archer.critic_update then samples for its batch."""
+
+    def __init__(self):
+        self.sample = archer.with_fresh
+        self.update = archer.critic_update
+
+    def with_fresh(self, dialogues, actor, args, generator):
+        self.actor = actor
+        self.generator = generator
+        return dialogues
+
+    def critic_update(self, critic, target_critic, optimizer, dialogues, args):
+        if args.critic_loss == "td":
+            dialogues = self.sample(dialogues, self.actor, args, self.generator)
+        return self.update(critic, target_critic, optimizer, dialogues, args)
+
+
+# ---------------------------------------------------------- D8
+class OwnBaseline:
+    """E4's baseline reads with a copy of the first actor, which learns, and not with the actor.
+
+    Its head is archer.py's. Before each update of the actor both make some steps on utterances of their own;
+    the last step is that of archer.actor_update itself, which moves the head alone.
+    """
+
+    def __init__(self):
+        self.run_start = runs.Run.start
+        self.score = archer.score
+        self.update = archer.actor_update
+
+    def start(self, run, modules, **state):
+        """runs.Run.start with the network among the modules, so that a run can be resumed."""
+        self.network = copy.deepcopy(modules["actor"])  # which is as it was at first, in a resumed run, too
+        parameters = [*self.network.parameters(), *modules["baseline"].parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=run.args.critic_lr, weight_decay=0.0)
+        own = {"network": self.network, "network_optimizer": self.optimizer}
+        self.run_start(run, modules | own, **state)
+
+    def score_with_own(self, actor, dialogues, utterances, temperature, dtype):
+        """archer.score, but the hidden states are those of the network."""
+        logits_MV, token_M, _, owner_M = self.score(actor, dialogues, utterances, temperature, dtype)
+        _, _, hidden_MH, _ = self.score(self.network, dialogues, utterances, temperature, dtype)
+        return logits_MV, token_M, hidden_MH, owner_M
+
+    def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, generator):
+        """archer.actor_update behind updates of network and head."""
+        fresh = archer.fresh_utterances(actor, dialogues, args, generator)
+        texts = [archer.spoken(actor.tokenizer, ids) for ids in fresh]
+        with torch.no_grad():
+            v_N2, q_N2 = critic(dialogues, texts)
+        advantage_N = archer.advantages(q_N2, v_N2)
+        if args.center:
+            advantage_N = advantage_N - advantage_N.mean()
+        for _ in range(BASELINE_UPDATES // args.actor_updates - 1):
+            scored = self.score(self.network, dialogues, fresh, args.temperature, args.dtype)
+            _, _, hidden_MH, owner_M = scored
+            loss = archer.baseline_loss(baseline(hidden_MH)[:, 0], advantage_N, owner_M)  # E4
+            parameters = self.optimizer.param_groups[0]["params"]
+            archer.descend(loss, self.optimizer, parameters, args.max_grad_norm, "baseline")
+        return self.update(actor, ref_model, critic, baseline, optimizer, dialogues, args, generator)
+
+
+# ---------------------------------------------------------- the command
+@contextmanager
+def exchanged(variant: str) -> Iterator[None]:
+    """archer.py has the variant's part as long as the context lasts."""
+    with ExitStack() as stack:
+
+        def put(owner, name: str, part) -> None:
+            stack.enter_context(patch.object(owner, name, part))
+
+        if variant == "D4":
+            put(archer, "mlp", mlp_from_zero(archer.mlp))
+        if variant == "D7":
+            fresh = FreshAtEveryUpdate()
+            put(archer, "with_fresh", fresh.with_fresh)
+            put(archer, "critic_update", fresh.critic_update)
+        if variant == "D8":
+            own = OwnBaseline()
+            put(runs.Run, "start", lambda run, modules, **state: own.start(run, modules, **state))
+            put(archer, "score", own.score_with_own)
+            put(archer, "actor_update", own.actor_update)
+        yield
+
+
+CRITICS = {"D2": random_encoder, "random": random_decoder}
+VARIANTS = ("D2", "random", "D4", "D7", "D8")
+
+
+def main() -> None:
+    """Runs archer.py with the variant that the first word of the command line names."""
+    if len(sys.argv) < 2 or sys.argv[1] not in VARIANTS:
+        runs.stop(f"the first word must be one of {', '.join(VARIANTS)}; see the head of the file")
+    variant, words = sys.argv[1], sys.argv[2:]
+    transformers.logging.disable_progress_bar()
+    if variant == "D8" and not {"--baseline", "--resume"} & set(words):
+        runs.stop("D8 is about the baseline: give --baseline, too")
+    with TemporaryDirectory() as folder, exchanged(variant):
+        if variant in CRITICS:
+            args = arguments(words)
+            world = envs.make(args.env, **envs.options(args.world))
+            torch.manual_seed(args.seed)
+            CRITICS[variant](args.actor or runs.checkpoint_of(world), folder)
+            words = [*words, "--critic", folder]
+        sys.argv = [sys.argv[0], *words]
+        runs.cli(archer.Args, archer.main)
+
+
+if __name__ == "__main__":
+    main()

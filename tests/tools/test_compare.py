@@ -1,0 +1,312 @@
+"""benchmarks/compare.py: areas, levels, intervals, what is run again, which setting is taken; variants.py."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny import make_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import compare
+import plot
+import tables
+import variants
+
+import archer
+from envs import runs
+
+ROOT = compare.ROOT
+SUBSET = compare.SUBSET
+
+
+def a_curve(returns: list[float], per: int = 128, first: int = 128) -> list[dict]:
+    """A run's curve; an iteration takes 10 CPU-seconds."""
+    start = {"iteration": 0, "dialogues": first, "cpu_seconds": 5.0, "eval_sampled": -13.0}
+    numbered = enumerate(returns, 1)
+    points = [
+        {"iteration": n, "dialogues": first + n * per, "cpu_seconds": 5.0 + 10 * n, "return": value}
+        for n, value in numbered
+    ]
+    return [start, *points]
+
+
+def a_run(cell: compare.Cell, iteration: int, returns: list[float] = (), place: str = "run") -> Path:
+    """What a run leaves: a checkpoint, and if `returns` are given the end of it."""
+    run = cell.folder / place
+    run.mkdir(parents=True)
+    (run / "checkpoint.pt").touch()
+    costs = {"seconds": 100.0, "cpu_seconds": 50.0}
+    summary = {"iteration": iteration, "episodes": iteration * cell.per} | costs
+    (run / "summary.json").write_text(json.dumps(summary))
+    speed = {"rollout/length": 1.0, "time/utterances_per_second": 100.0}
+    rows = [{"iteration": n, "rollout/return": value} | speed for n, value in enumerate(returns, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "FAILED", [])
+    return compare.Args(worlds=(SUBSET,), runs=tmp_path / "runs", out=tmp_path / "out")
+
+
+def cell_of(args, name: str = "ArCHer", setting: str = "", seed: int = 1) -> compare.Cell:
+    return compare.cell_of(args, SUBSET, name, setting, seed)
+
+
+# ------------------------------------------------------------------------------ figures of a curve
+
+
+def test_the_area_is_the_return_of_the_mean_dialogue():
+    assert compare.area(a_curve([-10.0, -6.0, -5.0])) == -7.0, "the evaluation before them has no return"
+
+
+@pytest.mark.parametrize(
+    ("returns", "per", "level", "dialogues"),
+    [
+        ([-9, -9, -9, -6, -6, -6, -6], 128, -6, 128 + 6 * 128),  # the first three of which all are -6
+        ([-9, -3, -6, -9], 128, -6, 128 + 3 * 128),  # their mean counts, and it may fall again
+        ([-9, -9, -7], 128, -6, None),
+        ([-1, -1], 128, -6, None),  # too few
+        ([-9] * 5 + [-1] * 3 + [-9] * 40, 16, -6, None),  # three small iterations are chance
+        ([-9] * 24 + [-5] * 24, 16, -6, 128 + 16 * (24 + 18)),  # of 384 dialogues three quarters
+        ([-9, -5, -5, -5], 512, -6, 128 + 4 * 512),
+    ],
+)
+def test_when_a_level_is_reached(returns, per, level, dialogues):
+    points = a_curve(returns, per)
+    assert compare.crossing(points, level, "dialogues") == dialogues
+    seconds = None if dialogues is None else 5.0 + 10 * (dialogues - 128) / per
+    assert compare.crossing(points, level, "cpu_seconds") == seconds
+
+
+def test_figures_of_three_seeds():
+    """Student's t with two degrees of freedom: 4.30 times 1 / sqrt 3."""
+    curves = [a_curve([-8.0, -6.0, -4.0, last]) for last in (-5.0, -4.0, -3.0)]
+    for points, greedy in zip(curves, (-1.0, -2.0, -3.0), strict=True):
+        points[-1] |= {"eval_sampled": -3.0, "eval_greedy": greedy}
+    found = compare.figures(SUBSET, curves)
+    assert (found["seeds"], found["sampled"], found["sampled_half"]) == (3, -3.0, 0.0)
+    assert found["greedy"] == -2.0 and found["greedy_half"] == pytest.approx(4.30 / 3**0.5, abs=1e-3)
+    assert found["area"] == -5.5 and found["area_half"] == pytest.approx(0.25 * 4.30 / 3**0.5, abs=1e-3)
+    assert (found["level_1"], found["level_2"]) == (-6, -4)
+    assert found["dialogues_1"] == f"{128 + 3 * 128}" and found["cpu_seconds_1"] == "35"
+    assert found["dialogues_2"] == "never" and found["dialogues"] == 128 + 4 * 128
+    lost = [{k: v for k, v in point.items() if k != "eval_greedy"} for point in curves[0]]
+    assert "greedy" not in compare.figures(SUBSET, [lost]), "CHAI has no greedy play"
+
+
+def test_what_no_log_says_is_derived():
+    """Dialogues from their total, CPU-seconds from the share of an iteration in the run's clock."""
+    metrics = [{"iteration": 0, "eval/return": -13.0}]
+    metrics += [
+        {"iteration": n, "rollout/return": -n, "rollout/length": 10.0, "time/utterances_per_second": speed}
+        for n, speed in ((1, 4.0), (2, 2.0))
+    ]
+    summary = {"iteration": 2, "episodes": 12, "seconds": 40.0, "cpu_seconds": 20.0}
+    points = compare.curve(metrics, summary, 4)
+    assert [point["dialogues"] for point in points] == [4, 8, 12]
+    assert [point["cpu_seconds"] for point in points] == [5.0, 10.0, 20.0], "10 s, 10 s and 20 s, at half"
+    assert points[0]["eval_sampled"] == -13.0 and "return" not in points[0]
+    logged = [row | {"time/cpu_seconds": 7.0 * row["iteration"]} for row in metrics]
+    assert compare.clock(logged, summary, 4) == [0.0, 7.0, 14.0], "what is logged is taken"
+    loop = [{"iteration": 1, "time/rollout": 3.0, "time/update": 1.0}]
+    assert compare.clock(loop, {"seconds": 8.0, "cpu_seconds": 8.0}, 4) == [8.0]
+
+
+# ------------------------------------------------------------------------------------ the commands
+
+
+def test_all_rows_have_the_same_dialogues_and_tries():
+    for name, row in compare.METHODS.items():
+        assert len(row.tries) == len(set(row.tries)) == compare.TRIES, name
+    for name, row in compare.ROWS.items():
+        assert not row.like or row.like in compare.METHODS, name
+        for world in row.worlds:
+            for setting in compare.tries_of(compare.Args(), name):
+                cell = compare.cell_of(compare.Args(), world, name, setting, 1)
+                played = cell.per * cell.iterations
+                assert abs(played - compare.DIALOGUES[world]) < cell.per, (name, setting)
+
+
+def test_a_command(args):
+    cell = cell_of(args, "D1: no KL penalty", "--kl 0.02 --actor-lr 6e-4", 3)
+    words = " ".join(cell.words())
+    assert words.startswith("archer.py --kl 0.02 --actor-lr 6e-4 --kl 0 "), "the row's own flag comes last"
+    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 60 --eval-every 15" in words
+    loop = cell_of(args, "LOOP", "--tasks 8 --minibatch 24")
+    assert (loop.per, loop.iterations) == (48, 160)
+    chosen = replace(args, start="some/folder")
+    assert "--model some/folder" in " ".join(cell_of(chosen, "LOOP").words())
+    assert "--actor some/folder" in " ".join(cell_of(chosen, "PPO").words())
+    assert cell_of(chosen).folder != cell_of(args).folder, "another start, other runs"
+    same = cell_of(args, "PPO", "--rollouts 64"), cell_of(args, "PPO, 64 an update")
+    assert same[0].folder == same[1].folder, "the same command is not run twice"
+
+
+def test_what_is_finished_is_not_run_again_and_the_rest_goes_on(args):
+    done, begun, stopped, new = [cell_of(args, seed=seed) for seed in (1, 2, 3, 4)]
+    a_run(done, 60, [-5.0])
+    (a_run(begun, 0) / "summary.json").unlink()
+    a_run(stopped, 30, [-5.0])  # an interrupted run has a summary, too
+    told = []
+
+    def start(words):
+        told.append(words)
+        cell = {str(cell.folder): cell for cell in (begun, stopped, new)}[str(Path(words[-1]).parent)]
+        if "--resume" in words:
+            (cell.folder / "run/summary.json").write_text('{"iteration": 60}')
+
+    new_words = new.words()
+    compare.run_cell(done, start)
+    compare.run_cell(begun, start)
+    compare.run_cell(stopped, start)
+    assert told == [["archer.py", "--resume", str(cell.folder / "run")] for cell in (begun, stopped)]
+    assert compare.FAILED == [] and new_words == new.words_to_go_on()
+    compare.run_cell(new, lambda words: told.append(words))
+    assert told[-1] == new_words and "it was interrupted" in compare.FAILED[0]
+
+
+def test_what_has_diverged_is_not_run_again(args):
+    cell = cell_of(args)
+    told = []
+
+    def start(words):
+        told.append(words)
+        raise RuntimeError("archer.py: the actor diverged (loss nan)")
+
+    compare.run_cell(cell, start)
+    compare.run_cell(cell, start)
+    assert len(told) == len(compare.FAILED) == 1
+    assert compare.area_of(cell) == -float("inf") and compare.state_of(cell) == "diverged"
+
+
+def test_the_setting_is_taken_once_all_are_known(args):
+    cells = compare.tuning_cells(args, SUBSET, "ArCHer")
+    assert {cell.seed for cell in cells.values()} == {compare.TUNING_SEED} - set(range(11))
+    *others, last = cells
+    for k, setting in enumerate(others):
+        a_run(cells[setting], 60, [-10.0 + k] * 2 + [-5.0])
+    assert compare.setting_of(args, SUBSET, "ArCHer") is None
+    cells[last].folder.mkdir(parents=True)
+    (cells[last].folder / "diverged.txt").touch()
+    assert compare.setting_of(args, SUBSET, "ArCHer") == others[-1]
+    assert compare.setting_of(args, SUBSET, "D3: no centring") == others[-1], "its own switch alone differs"
+    assert compare.setting_of(args, SUBSET, "PPO, 64 an update") == "", "that has no choice"
+    assert compare.setting_of(args, SUBSET, "PPO") is None
+
+
+def test_what_comes_out(args):
+    """CSVs that plot.py draws, a table, and the list of commands."""
+    compare.start_file(args, SUBSET).parent.mkdir(parents=True)
+    compare.start_file(args, SUBSET).write_text(
+        "temperature 1      return -13.00 ± 0.30  success 0.75  tokens 2.10\n"
+        "temperature 0.5    return  -9.50 ± 0.30  success 0.75  tokens 2.10\n"
+        "greedy             return  -9.75 ± 0.30  success 0.75  tokens 2.10\n"
+        "best: temperature 0.5: return -9.50, success 0.75\n"
+    )
+    for seed in (1, 2, 3):
+        a_run(cell_of(args, "PPO, 64 an update", seed=seed), 120, [-10.0, -8.0 + seed, -3.0])
+    kept = {"world": "guess-my-city", "method": "ArCHer", "sampled": -6.5}
+    tables.write_results(args.out / "compare_summary.csv", [kept])
+    table = compare.report(args)
+    assert "| start |  |  | -13.00 | -9.75 | - |" in table
+    assert "| start: temperature 0.5 |  |  | -9.50 | - | - |" in table
+    assert "| PPO, 64 an update | default | 3 | - | - | -6.33 ± 0.83 | never |" in table
+    summary = tables.read_results(args.out / "compare_summary.csv")
+    assert kept in summary and len(summary) == 4, "a world without runs keeps its lines"
+    assert compare.report(args) == table and len(tables.read_results(args.out / "compare_summary.csv")) == 4
+    path = args.out / f"compare_{SUBSET}.csv"
+    rows = tables.read_results(path)
+    assert len(rows) == 9 and rows[4]["seed"] == 2 and rows[4]["return"] == -6.0
+    (mean, *edges) = plot.compared(rows, "dialogues", 1)[1][1:]
+    assert mean == -6.0 and edges == pytest.approx([-6 - 4.30 / 3**0.5, -6 + 4.30 / 3**0.5])
+    plot.main(plot.Args(runs=[path], out=args.out / "a.svg", title="the subset"))
+    text = (args.out / "a.svg").read_text()
+    assert "the subset by dialogues" in text and "the subset by CPU-seconds" in text
+    with pytest.raises(SystemExit):
+        plot.main(plot.Args(runs=[path], out=args.out / "a.svg", methods=("DQN",)))
+    shown = compare.dry(replace(args, methods=("PPO, 64 an update", "ArCHer"), seeds=(1, 4)))
+    assert [line.split()[0] for line in shown.splitlines()[:2]] == ["after", "done"]
+    assert shown.endswith("1 of 7 are done")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"worlds": ("moon",)}, {"methods": ("DQN",)}, {"jobs": 0}, {"seeds": (11,)}]
+)
+def test_bad_input_gets_one_line(args, wrong, capsys):
+    with pytest.raises(SystemExit):
+        compare.main(replace(args, **wrong))
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------------- variants
+
+
+def test_D4_heads_start_near_zero_and_only_there():
+    torch.manual_seed(0)
+    with variants.exchanged("D4"):
+        assert archer.mlp(2, 4, -9.0)[-1].bias.item() == 0.0
+    assert archer.mlp(2, 4, -9.0)[-1].bias.item() == -9.0
+
+
+def test_D7_each_update_of_the_critic_samples_for_its_own_batch(monkeypatch):
+    told = []
+    monkeypatch.setattr(archer, "with_fresh", lambda dialogues, *rest: [told.append(dialogues), "fresh"])
+    monkeypatch.setattr(archer, "critic_update", lambda critic, target, optimizer, dialogues, args: dialogues)
+    args = archer.Args()
+    with variants.exchanged("D7"):
+        assert archer.with_fresh("pool", "actor", args, None) == "pool" and told == []
+        assert archer.critic_update(None, None, None, "batch 1", args)[1] == "fresh"
+        assert archer.critic_update(None, None, None, "batch 2", args)[1] == "fresh"
+        mc = replace(args, critic_loss="mc")
+        assert archer.critic_update(None, None, None, "batch 3", mc) == "batch 3"
+    assert told == ["batch 1", "batch 2"]
+
+
+def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
+    """It learns, is saved and comes back."""
+    monkeypatch.setattr(variants, "BASELINE_UPDATES", 4)
+    small = {"rollouts": 2, "warmup": 0, "critic_updates": 1, "critic_batch": 2, "critic_pool": 2}
+    small |= {"actor_updates": 2, "actor_batch": 2, "eval_episodes": 1, "iterations": 1, "baseline": True}
+    args = archer.Args(
+        env=SUBSET, runs=str(tmp_path), actor=str(make_checkpoint(SUBSET, tmp_path / "m")), **small
+    )
+    losses = []
+    loss_of = archer.baseline_loss
+    monkeypatch.setattr(archer, "baseline_loss", lambda *given: losses.append(given) or loss_of(*given))
+    with variants.exchanged("D8"):
+        archer.main(args)
+    assert len(losses) == 4, "one of each two is archer.py's own"
+    (run,) = tmp_path.glob("*__archer__*")
+    modules = torch.load(run / "checkpoint.pt", weights_only=True)["modules"]
+    start = runs.load(transformers.AutoModelForCausalLM, args.actor, args)
+    assert any(not torch.equal(value, modules["network"][name]) for name, value in start.state_dict().items())
+    with variants.exchanged("D8"):
+        archer.main(replace(args, resume=str(run), iterations=2))
+    again = torch.load(run / "checkpoint.pt", weights_only=True)["modules"]["network_optimizer"]
+    steps = [state["step"].item() for state in again["state"].values()]
+    assert set(steps) == {4.0}, "two in each iteration, and the count goes on"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "the first word must be one of"), (["D8"], "give --baseline")]
+)
+def test_a_variant_that_is_none_is_one_line(words, said):
+    with pytest.raises(RuntimeError, match=said):
+        compare.call(["benchmarks/variants.py", *words])
+
+
+@pytest.mark.slow
+def test_the_quick_comparison():
+    """.ci/run has it, too: every command of the table, the CSVs and the pictures."""
+    command = [sys.executable, ROOT / "benchmarks/compare.py", "--quick", "--worlds", SUBSET]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for name, row in compare.ROWS.items():
+        assert f"| {name} |" in result.stdout or SUBSET not in row.worlds
