@@ -375,8 +375,8 @@ class TwentyQuestions(gymnasium.Env):
         Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that
         there is something to learn. The other players narrow the words down, then guess the last ones, some
         of them again and again what was wrong: who never saw a bad guess does not know what follows it.
-        Imitated is what they do with at most six words left, unless it is a mistake; all else is there for
-        the replies. All 157 words occur, as in the paper, also in the world of ten.
+        Imitated are their guesses unless they are mistakes, from which a model learns what the answers mean;
+        all else is there for the replies. All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -528,43 +528,23 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
     part, look = rng.random(), rng.choice((2, 4, 8))
     wrong = mistake
-    if part < 0.4:  # what is imitated in every state
+    if part < 0.4:
         player, mistakes = hasty, 0.0
-    elif part < 0.6:
-        return open_book(world, rng)
-    elif part < 0.8:  # what late guesses reveal
+    elif part < 0.7:  # to guess what is possible, and no word twice
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
-    else:  # what follows if one guesses a word twice: No, whatever else is known
+    else:  # what follows if one does: No, whatever else is known
         player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
         wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
-        is_late = candidates(observation).bit_count() <= 6
-        imitate.append(part < 0.4 or (slip is None and is_late))
-        return slip or player(observation, rng)
+        said = slip or player(observation, rng)
+        is_guess = said.startswith("Is it") and said not in QUESTIONS
+        imitate.append(player is hasty or (slip is None and is_guess))
+        return said
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
-
-
-def open_book(world: TwentyQuestions, rng: random.Random) -> dict:
-    """A game that goes on after the right guess, so that the facts on a word stand beside its name."""
-    index, turn = rng.randrange(world.num_tasks), rng.randrange(10)
-    word = world.words[index]
-    sides = [[], []]  # questions that are not true of the word, and those that are
-    for ask, yes in QUESTIONS.items():
-        sides[bool(yes & BIT[word])].append(ask)
-    endless = TwentyQuestions(**world.options)
-    endless.is_right = lambda *_: False
-
-    def play(observation: str, rng: random.Random) -> str:
-        if observation.count("\n") == turn + 1:
-            return guess_of(word)
-        return rng.choice(sides[rng.random() < 0.5])
-
-    played = dialogue(endless, play, rng, index)
-    return played | {"imitate": [False] * len(played["actions"])}
 
 
 @lru_cache(maxsize=32)
