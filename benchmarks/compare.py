@@ -85,22 +85,22 @@ METHODS = {
 TABLE_3 = "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10"
 # An encoder reads every state from its beginning: with the usual batches three minutes an iteration, 4 GB.
 FEW = "--critic-batch 8 --critic-pool 64 --actor-batch 16"
-ABLATIONS = {  # an iteration has 1,000 to 2,000 utterances, and --buffer-size counts these
+ABLATIONS = {
     **{f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}") for words in PPO},
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
     "D2: decoder, random": Row(f"benchmarks/variants.py random {FEW}", (), "ArCHer", (SUBSET,)),
     "D3: no centring": Row("archer.py --no-center", (), "ArCHer", (SUBSET,)),
     "D4: heads from zero": Row("benchmarks/variants.py D4", (), "ArCHer", (SUBSET,)),
-    "D5: Table 3": Row(f"archer.py {TABLE_3} --buffer-size 10000", (), "ArCHer", (SUBSET,)),
+    "D5: Table 3": Row(f"archer.py {TABLE_3}", (), "ArCHer", (SUBSET,)),
     "D6: no annealing": Row("archer.py --no-anneal-lr", (), "ArCHer", (SUBSET,)),
     "D7: no pool": Row("benchmarks/variants.py D7 --critic-pool 10000", (), "ArCHer", (SUBSET,)),
     "E2: fresh at every update": Row("benchmarks/variants.py D7", (), "ArCHer", (SUBSET,)),
     "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer, token baseline", (CITY,)),
-    "buffer: one iteration": Row("archer.py --buffer-size 1500", (), "ArCHer", (CITY,)),
-    "buffer: 10,000 dialogues": Row("archer.py --buffer-size 200000", (), "ArCHer", (CITY,)),
-    "Monte Carlo": Row("archer.py --critic-loss mc --buffer-size 4500", (), "ArCHer", (SUBSET,)),
-    "online IQL": Row("archer.py --critic-loss iql", (), "ArCHer", (FULL, SUBSET)),
+    "buffer: one iteration": Row("archer.py --buffer-size 128", (), "ArCHer", (CITY,)),
+    "buffer: 10,000 dialogues": Row("archer.py --buffer-size 10000", (), "ArCHer", (CITY,)),
+    "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size 384", (), "ArCHer", (SUBSET,)),
+    "online IQL": Row("benchmarks/variants.py iql", (), "ArCHer", (FULL, SUBSET)),
     "ArCHer from --other": Row("archer.py --actor OTHER", (), "ArCHer", (FULL, SUBSET)),
 }
 ROWS = METHODS | ABLATIONS

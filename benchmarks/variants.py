@@ -11,6 +11,8 @@ that number. The run's folder does not say so: give it a --name.
   D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
           good as the whole buffer, it undoes D7.
   D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration.
+  mc      Q and V learn the Monte-Carlo returns (App. D.1).
+  iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2).
 """
 
 import copy
@@ -32,6 +34,7 @@ import envs
 from envs import runs
 
 BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
+EXPECTILE = 0.9  # of E6; App. D.2 names no number
 
 
 # ---------------------------------------------------------- D2, random
@@ -91,8 +94,7 @@ class FreshAtEveryUpdate:
         return dialogues
 
     def critic_update(self, critic, target_critic, optimizer, dialogues, args):
-        if args.critic_loss == "td":
-            dialogues = self.sample(dialogues, self.actor, args, self.generator)
+        dialogues = self.sample(dialogues, self.actor, args, self.generator)
         return self.update(critic, target_critic, optimizer, dialogues, args)
 
 
@@ -125,7 +127,8 @@ class OwnBaseline:
 
     def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, generator):
         """archer.actor_update behind updates of network and head."""
-        fresh = archer.fresh_utterances(actor, dialogues, args, generator)
+        sampled = archer.with_fresh(dialogues, actor, args, generator)
+        fresh = archer.flat(sampled, "fresh")
         texts = [archer.spoken(actor.tokenizer, ids) for ids in fresh]
         with torch.no_grad():
             v_N2, q_N2 = critic(dialogues, texts)
@@ -139,6 +142,47 @@ class OwnBaseline:
             parameters = self.optimizer.param_groups[0]["params"]
             archer.descend(loss, self.optimizer, parameters, args.max_grad_norm, "baseline")
         return self.update(actor, ref_model, critic, baseline, optimizer, dialogues, args, generator)
+
+
+# ---------------------------------------------------------- mc, iql
+def monte_carlo_targets(target_critic, dialogues, gamma):
+    """The targets of Q and of V [N, 2]: the return that followed."""
+    returns = []
+    for dialogue in dialogues:
+        returns += archer.mc_returns(dialogue["rewards"], gamma)
+    return_N = torch.tensor(returns, device=target_critic.body.device)
+    return_N2 = return_N[:, None].expand(-1, 2)
+    return return_N2, return_N2
+
+
+def expectile_loss(v_N2, q_N2):
+    """E6: V tends to the best Q of the data."""
+    gap_N2 = q_N2 - v_N2
+    is_below_N2 = (gap_N2 < 0).to(gap_N2)
+    weight_N2 = (EXPECTILE - is_below_N2).abs()
+    return (weight_N2 * gap_N2**2).sum(-1).mean()
+
+
+def without_fresh(dialogues, actor, args, generator):
+    """archer.with_fresh, but what was said stands for what would be said: a ~ data."""
+    end = actor.tokenizer.eos_token_id
+    result = []
+    for dialogue in dialogues:
+        said = [[*archer.encode(actor.tokenizer, action), end] for action in dialogue["actions"]]
+        result.append(dialogue | {"fresh": said})
+    return result
+
+
+class OnlineIQL:
+    """The critic learns by E1 and E6; the actor has fresh utterances as before."""
+
+    def __init__(self):
+        self.sample = archer.with_fresh
+        self.update = archer.actor_update
+
+    def actor_update(self, *given):
+        with patch.object(archer, "with_fresh", self.sample):
+            return self.update(*given)
 
 
 # ---------------------------------------------------------- the command
@@ -161,11 +205,17 @@ def exchanged(variant: str) -> Iterator[None]:
             put(runs.Run, "start", lambda run, modules, **state: own.start(run, modules, **state))
             put(archer, "score", own.score_with_own)
             put(archer, "actor_update", own.actor_update)
+        if variant == "mc":
+            put(archer, "critic_targets", monte_carlo_targets)
+        if variant == "iql":
+            put(archer, "actor_update", OnlineIQL().actor_update)
+            put(archer, "with_fresh", without_fresh)
+            put(archer, "value_loss", expectile_loss)
         yield
 
 
 CRITICS = {"D2": random_encoder, "random": random_decoder}
-VARIANTS = ("D2", "random", "D4", "D7", "D8")
+VARIANTS = ("D2", "random", "D4", "D7", "D8", "mc", "iql")
 
 
 def main() -> None:

@@ -264,8 +264,6 @@ def test_D7_each_update_of_the_critic_samples_for_its_own_batch(monkeypatch):
         assert archer.with_fresh("pool", "actor", args, None) == "pool" and told == []
         assert archer.critic_update(None, None, None, "batch 1", args)[1] == "fresh"
         assert archer.critic_update(None, None, None, "batch 2", args)[1] == "fresh"
-        mc = replace(args, critic_loss="mc")
-        assert archer.critic_update(None, None, None, "batch 3", mc) == "batch 3"
     assert told == ["batch 1", "batch 2"]
 
 
@@ -292,6 +290,39 @@ def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
     again = torch.load(run / "checkpoint.pt", weights_only=True)["modules"]["network_optimizer"]
     steps = [state["step"].item() for state in again["state"].values()]
     assert set(steps) == {4.0}, "two in each iteration, and the count goes on"
+
+
+def test_mc_both_learn_the_return_that_followed():
+    dialogues = [{"rewards": [-1.0, -2.0]}, {"rewards": [-4.0]}]
+    target = torch.nn.Module()
+    target.body = torch.nn.Linear(1, 1)
+    target.body.device = "cpu"
+    with variants.exchanged("mc"):
+        q_N2, v_N2 = archer.critic_targets(target, dialogues, 0.5)
+    assert q_N2.tolist() == v_N2.tolist() == [[-2.0, -2.0], [-2.0, -2.0], [-4.0, -4.0]]
+
+
+def test_iql_v_tends_to_the_best_of_the_data():
+    """The minimiser of the expectile 0.9 of {0, 1} is 0.9."""
+    q_N2 = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    v = torch.tensor([0.9, 0.9], requires_grad=True)
+    with variants.exchanged("iql"):
+        archer.value_loss(v.expand(2, 2), q_N2).backward()
+    assert v.grad.abs().max() < 1e-6
+
+
+def test_iql_the_critic_reads_what_was_said_and_the_actor_what_it_would_say(tmp_path, monkeypatch):
+    model = runs.load(
+        transformers.AutoModelForCausalLM, str(make_checkpoint(SUBSET, tmp_path / "m")), archer.Args()
+    )
+    dialogues = [{"observations": ["Questions:\n", ""], "actions": ["Is it big?"], "rewards": [-1.0]}]
+    monkeypatch.setattr(archer, "with_fresh", lambda *_: "sampled")
+    monkeypatch.setattr(archer, "actor_update", lambda *_: archer.with_fresh())
+    with variants.exchanged("iql"):
+        (read,) = archer.with_fresh(dialogues, model, None, None)
+        assert archer.actor_update() == "sampled"
+    (said,) = read["fresh"]
+    assert archer.spoken(model.tokenizer, said) == "Is it big?" and said[-1] == model.tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
