@@ -307,6 +307,7 @@ class Run:
         Those whose tag has the regular expression `shown` in it are printed. A figure that is nan is not
         defined, as what is explained of no variance: it is printed "-", and left out elsewhere.
         """
+        metrics = metrics | {"time/cpu_seconds": self.seconds()[1]}
         # float: a checkpoint with numbers of numpy in it could not be read again
         defined = {tag: float(figure) for tag, figure in metrics.items() if not math.isnan(figure)}
         words = [f"{self.iteration:5d}"]
