@@ -11,15 +11,15 @@ Every cell is one run of loop_ppo.py in a folder of its own below --runs, from t
 takes. A cell that has ended is not run again, one that was killed goes on from its last save. The first row
 is that checkpoint, by a run of no iterations.
 Each row has its own learning rate: that of --rates with the largest area under `rollout/success` in one run
-with a seed that no reported run has. So no row gains from a rate that was chosen for another, and no test
-split is looked at. With one rate there is nothing to choose.
+with a seed that no reported run has. So no row lives with a rate that was chosen for another, and the choice
+sees no test split. With one rate there is nothing to choose.
 Printed is the mean over the seeds at the end of training, sampled at temperature 1 and greedy, with the half
 width of its 95 % interval (Student's t): task goal completion (TGC) and scenario goal completion (SGC) of the
-test splits, in percent. The area is the mean of `rollout/success` over the run. All rows play as many
-rollouts, so it compares what they make of the same dear play; so do the rollouts until 0.8 of them succeed.
-The paper's figures (Table 2: three runs each, the
-best checkpoint of each by dev) are of a 32B model in AppWorld: compare their order.
---levels takes steps so many and so large that the ratios leave 1: only then can it matter whether a token, a
+test splits, in percent. The area is the mean of `rollout/success` over a run. All rows play as many rollouts,
+so it compares what they make of them; so does the number of rollouts until 0.8 of them succeed. The paper's
+figures (Table 2: three runs each, the best checkpoint of each by dev) are of a 32B model in AppWorld: compare
+their order.
+--levels takes so many and so large steps that the ratios leave 1: only then can it matter whether a token, a
 turn or a rollout has one.
 """
 
@@ -140,7 +140,7 @@ def figures_of(run: Path) -> dict:
         figures[f"curve {tag}"] = [round(100 * line.get(tag, 0.0), 1) for line in logged]
     for name, (summed, tag) in LOGGED.items():  # an iteration in which nothing is learned has none
         values = [line[tag] for line in logged if tag in line]
-        figures[name] = summed(values) if values else None
+        figures[name] = summed(values or [0.0])
     return figures
 
 
@@ -176,7 +176,7 @@ def area(result: dict) -> float:
 def rollouts_to(result: dict, percent: float = 80.0, window: int = 3) -> int | None:
     """Rollouts played until the mean success of `window` iterations has reached a percentage; None: never.
 
-    >>> curve = [60.0, 90.0, 70.0, 80.0, 90.0]  # the mean of the last three is the first of 80
+    >>> curve = [60.0, 90.0, 60.0, 80.0, 100.0]  # the mean of the last three is the first of 80
     >>> rollouts_to({"curve rollout/success": curve, "episodes": 480})
     480
     >>> rollouts_to({"curve rollout/success": curve, "episodes": 480}, window=1)
@@ -272,6 +272,8 @@ def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     marks = (LEVELS_START, LEVELS_END) if args.levels else (START, END)
     check(args.seeds, args.jobs, args.out, *marks)
+    if not args.rates:
+        stop("--rates: at least one")
     seeds = range(1, (1 if args.quick else args.seeds) + 1)
     if args.levels:
         cells = [(row, rate) for row, (_, rates) in LEVELS.items() for rate in rates]
@@ -301,9 +303,7 @@ def check_results(args: Args, found: dict[tuple[str, float], list[dict]]) -> Non
     for (row, rate), results in found.items():
         diverged = [result["seed"] for result in results if "diverged" in result]
         if diverged and not args.levels:
-            stop(
-                f"{row}, seed {diverged[0]}: it diverged at its best rate, {rate:g}; leave that out of --rates"
-            )
+            stop(f"{row}, seed {diverged[0]}: diverged at its best rate; leave {rate:g} out of --rates")
         for result in results:
             missing = [key for key in COLUMNS.values() if key not in result and "diverged" not in result]
             if missing:

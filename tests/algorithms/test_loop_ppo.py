@@ -583,7 +583,7 @@ def test_on_policy_with_one_epoch_loop_is_rloo_to_the_bit(warm):
 
 @pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
 def test_the_spread_is_that_of_the_ratios_of_the_level(warm, monkeypatch, level):
-    """Root of the mean square of log w; a rollout's mean is over its tokens, of which long turns have more."""
+    """Root of the mean square of log w; a rollout's mean is over its tokens, so long turns weigh more."""
     played = judged(play(warm, small(), tasks=[0] * 4), [0.5, -0.5, 0.3, -0.3])
     args = small(epochs=1, minibatch=0, level=level)
 
