@@ -80,7 +80,7 @@ class Args:
     runs: Path = Path("runs/loop_table")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
-    curves: Path | None = None  # SVG to draw: CURVES by iterations, means over the seeds that have them
+    curves: Path | None = None  # SVG to draw: CURVES by iterations, means over the seeds
     quick: bool = False  # runs of one iteration, one seed, two rates, to see that all works
 
 
@@ -268,6 +268,18 @@ def draw_curves(found: dict[str, list[dict]], out: Path) -> None:
     draw(panels, "iterations", out)
 
 
+def check_results(args: Args, found: dict[tuple[str, float], list[dict]]) -> None:
+    """Stops for results of which no table can be made."""
+    for (row, rate), results in found.items():
+        diverged = [result["seed"] for result in results if "diverged" in result]
+        if diverged and not args.levels:
+            stop(f"{row}, seed {diverged[0]}: diverged at its best rate; leave {rate:g} out of --rates")
+        for result in results:
+            missing = [key for key in COLUMNS.values() if key not in result and "diverged" not in result]
+            if missing:
+                stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
+
+
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     marks = (LEVELS_START, LEVELS_END) if args.levels else (START, END)
@@ -296,18 +308,6 @@ def main(args: Args) -> str:
     if args.out:
         insert(table, args.out, *marks)
     return table
-
-
-def check_results(args: Args, found: dict[tuple[str, float], list[dict]]) -> None:
-    """Stops for results of which no table can be made."""
-    for (row, rate), results in found.items():
-        diverged = [result["seed"] for result in results if "diverged" in result]
-        if diverged and not args.levels:
-            stop(f"{row}, seed {diverged[0]}: diverged at its best rate; leave {rate:g} out of --rates")
-        for result in results:
-            missing = [key for key in COLUMNS.values() if key not in result and "diverged" not in result]
-            if missing:
-                stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
 
 
 if __name__ == "__main__":
