@@ -593,9 +593,11 @@ def rollout_loss(t: Trajectory, logp_M, args):
     w_M = ratios(logp_M, t.old_logp_M, lengths, args.level)
     gain_M = surrogate(w_M, advantage, args.clip, args.lower_bound)
     is_clipped_M = gain_M < w_M * advantage
+    log_w_M = w_M.clamp(min=1e-35).log()  # a w of 0 has none
     gap_M = t.old_logp_M - torch.tensor(t.logps)
     figures = {
         "update/ratio": w_M.max().item(),
+        "update/spread": log_w_M.square().mean().item(),  # `update` takes the root
         "update/clipped": is_clipped_M.float().mean().item(),
         "update/sampler_gap": gap_M.abs().max().item(),
     }
@@ -663,6 +665,7 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
     metrics = runs.means(of_rollouts) | runs.means(of_steps)
     for tag in ("update/ratio", "update/sampler_gap"):
         metrics[tag] = max(figures[tag] for figures in of_rollouts)
+    metrics["update/spread"] **= 0.5
     metrics["update/filtered"] = 1 - len(kept) / len(judged)
     return metrics
 

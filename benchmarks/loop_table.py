@@ -5,21 +5,29 @@
     python benchmarks/loop_table.py --out docs/loop_ppo.md     # puts the table between the file's two marks
     python benchmarks/loop_table.py --results loop.csv         # what is in this file is not run again
     python benchmarks/loop_table.py --curves curves.svg        # draws, too, how it came to that
+    python benchmarks/loop_table.py --levels                   # the other table: token, turn, trajectory
 
 Every cell is one run of loop_ppo.py in a folder of its own below --runs, from the checkpoint that the script
 takes. A cell that has ended is not run again, one that was killed goes on from its last save. The first row
 is that checkpoint, by a run of no iterations.
+Each row has its own learning rate: that of --rates with the largest area under `rollout/success` in one run
+with a seed that no reported run has. So no row lives with a rate that was chosen for another, and the choice
+sees no test split. With one rate there is nothing to choose.
 Printed is the mean over the seeds at the end of training, sampled at temperature 1 and greedy, with the half
 width of its 95 % interval (Student's t): task goal completion (TGC) and scenario goal completion (SGC) of the
-test splits, in percent. The paper's figures (Table 2: three runs each, the
-best checkpoint of each by dev) are of a 32B model in AppWorld: compare their order.
+test splits, in percent. The area is the mean of `rollout/success` over a run. All rows play as many rollouts,
+so it compares what they make of them; so does the number of rollouts until 0.8 of them succeed. The paper's
+figures (Table 2: three runs each, the best checkpoint of each by dev) are of a 32B model in AppWorld: compare
+their order.
+--levels takes so many and so large steps that the ratios leave 1: only then can it matter whether a token, a
+turn or a rollout has one.
 """
 
 import json
 import re
 import statistics
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -37,6 +45,12 @@ ROWS = {  # the options of each row, and the paper's figures for it: normal TGC,
     "LOOP RwNorm (token)": ("--normalise", (59.6, 42.1, 35.0, 18.6)),
 }
 LENGTH = {"RLOO, as many steps": 16 / 6}  # 6 tasks instead of 16: more iterations, as many rollouts
+LEVELS = {  # epochs and rates at which the levels should separate: LOOP has 2 and 2e-4
+    f"{level}, {epochs} epochs": (f"--level {level} --epochs {epochs}", rates)
+    for epochs, rates in {4: (4e-4, 8e-4), 8: (8e-4,)}.items()
+    for level in ("token", "turn", "trajectory")
+}
+TUNING_SEED = 101  # of the runs that choose the rates; no reported run has it
 COLUMNS = {"normal TGC": "test_normal_success", "SGC": "test_normal_scenarios"}
 COLUMNS |= {"challenge TGC": "test_challenge_success"}
 COLUMNS |= {f"{name}, greedy": f"{key}_greedy" for name, key in COLUMNS.items()}
@@ -44,7 +58,13 @@ CURVES = {"rollout/success": "solved in training", "update/filtered": "rollouts 
 CURVES |= {"update/clipped": "tokens that the clip leaves out", "habit/no_op": "rollouts that do nothing"}
 BASE = (39.2, 18.6, 21.0, 7.5)  # the paper's model before training, Table 1
 O1 = (61.9, 41.1, 36.7, 19.4)  # what it compares with
+LOGGED = {  # what the table of levels has of a run's iterations
+    "mean update/spread": (statistics.fmean, "update/spread"),
+    "mean update/clipped": (statistics.fmean, "update/clipped"),
+    "largest update/ratio": (max, "update/ratio"),
+}
 START, END = "<!-- table -->", "<!-- /table -->"
+LEVELS_START, LEVELS_END = "<!-- levels -->", "<!-- /levels -->"
 QUICK = "--tasks 2 --rollouts 3 --worlds 6 --eval-episodes 3 --max-action-tokens 6"
 
 
@@ -52,14 +72,16 @@ QUICK = "--tasks 2 --rollouts 3 --worlds 6 --eval-episodes 3 --max-action-tokens
 class Args:
     env: str = "apps"  # the world, one with splits
     seeds: int = 5  # 1 to this
+    rates: list[float] = field(default_factory=lambda: [1e-4, 2e-4, 4e-4, 8e-4])  # tried for each row
+    levels: bool = False  # the table of the levels instead
     jobs: int = 2  # runs at a time, one thread each
     iterations: int = 120  # of every run; a row with fewer tasks has more
     options: str = ""  # for every run, in one piece: --options="--tasks 8 --width 64"
     runs: Path = Path("runs/loop_table")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
-    curves: Path | None = None  # SVG to draw: CURVES by iterations, means over the seeds that have them
-    quick: bool = False  # two seeds of runs of one iteration, to see that all works
+    curves: Path | None = None  # SVG to draw: CURVES by iterations, means over the seeds
+    quick: bool = False  # runs of one iteration, one seed, two rates, to see that all works
 
 
 def options_of(args: Args) -> list[str]:
@@ -84,9 +106,10 @@ def warm_start(args: Args) -> dict:
     return {re.sub("^(test_[a-z]+_)", r"\1warm_start_", key): summary[key] for key in keys}
 
 
-def run_cell(args: Args, row: str, seed: int) -> Path:
+def run_cell(args: Args, row: str, seed: int, rate: float) -> Path:
     """Runs one cell, or what is missing of it, and returns the folder of its run."""
-    folder = group(args) / re.sub(r"\W+", "_", f"{row} {seed}")
+    what = f"{row}, rate {rate:g}, seed {seed}"
+    folder = group(args) / re.sub(r"\W+", "_", what)
     iterations = round((1 if args.quick else args.iterations) * LENGTH.get(row, 1))
 
     def finished() -> Path | None:  # a run that was interrupted has a summary, too
@@ -101,65 +124,189 @@ def run_cell(args: Args, row: str, seed: int) -> Path:
         begun = sorted(folder.glob("*/checkpoint.pt"))
         options = ["--resume", begun[-1].parent] if begun else ["--env", args.env, "--seed", seed]
         options += [] if begun else ["--runs", folder]
-        options += ["--threads", 1, *options_of(args), "--iterations", iterations, *ROWS[row][0].split()]
-        launch(f"{row}, seed {seed}", SCRIPT, *options)
+        own = LEVELS[row] if row in LEVELS else ROWS[row]
+        options += ["--threads", 1, *options_of(args), "--iterations", iterations, *own[0].split()]
+        launch(what, SCRIPT, *options, "--lr", rate)
     if not finished():  # Ctrl-C goes to the whole group of processes
-        raise RuntimeError(f"{row}, seed {seed}: stopped; the same command goes on")
+        raise RuntimeError(f"{what}: stopped; the same command goes on")
     return finished()
+
+
+def figures_of(run: Path) -> dict:
+    """What the results keep of a run that has ended."""
+    logged = [line for line in read_lines(run / "metrics.jsonl") if line["iteration"] > 0]
+    figures = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    for tag in CURVES:
+        figures[f"curve {tag}"] = [round(100 * line.get(tag, 0.0), 1) for line in logged]
+    for name, (summed, tag) in LOGGED.items():  # an iteration in which nothing is learned has none
+        values = [line[tag] for line in logged if tag in line]
+        figures[name] = summed(values or [0.0])
+    return figures
+
+
+def run_cells(args: Args, wanted: list[tuple[str, int, float]]) -> dict[tuple[str, int, float], dict]:
+    """Results by row, seed and rate, of which those that are missing are made."""
+    name, lock = group(args).name, threading.Lock()
+
+    def run(group: str, iterations: int, row: str, seed: int, rate: float) -> dict:
+        with lock:  # the first one makes it, the others find it
+            about = {"tuning": seed == TUNING_SEED} | warm_start(args)
+        try:  # beside the cell's run may lie one that was killed before its first checkpoint
+            return about | figures_of(run_cell(args, row, seed, rate))
+        except RuntimeError as error:
+            if "diverged" not in str(error):
+                raise
+            return about | {"diverged": True}
+
+    key = ("group", "iterations", "method", "seed", "rate")
+    cells = [(name, args.iterations, *cell) for cell in wanted]
+    results = run_missing(key, cells, run, args.results, args.jobs)
+    return {cell[2:]: results[cell] for cell in cells}
+
+
+def area(result: dict) -> float:
+    """Percent of a run's rollouts that succeed: the area under `rollout/success`; 0 if the run diverged.
+
+    >>> area({"curve rollout/success": [20.0, 60.0, 100.0]}), area({"diverged": True})
+    (60.0, 0.0)
+    """
+    return statistics.fmean(result.get("curve rollout/success") or [0.0])
+
+
+def rollouts_to(result: dict, percent: float = 80.0, window: int = 3) -> int | None:
+    """Rollouts played until the mean success of `window` iterations has reached a percentage; None: never.
+
+    >>> curve = [60.0, 90.0, 60.0, 80.0, 100.0]  # the mean of the last three is the first of 80
+    >>> rollouts_to({"curve rollout/success": curve, "episodes": 480})
+    480
+    >>> rollouts_to({"curve rollout/success": curve, "episodes": 480}, window=1)
+    192
+    """
+    curve = result.get("curve rollout/success", [])
+    for end in range(window, len(curve) + 1):
+        if statistics.fmean(curve[end - window : end]) >= percent:
+            return round(end * result["episodes"] / len(curve))
+    return None
+
+
+def best_rates(args: Args, rates: list[float]) -> dict[str, float]:
+    """Each row's rate: that with the largest area in the tuning runs; of two that are equal the first."""
+    if len(rates) == 1:
+        return dict.fromkeys(ROWS, rates[0])
+    tried = run_cells(args, [(row, TUNING_SEED, rate) for rate in rates for row in ROWS])
+    return {row: max(rates, key=lambda rate: area(tried[row, TUNING_SEED, rate])) for row in ROWS}
+
+
+def reach(row: str, results: list[dict]) -> str:
+    """Mean of the rollouts until 0.8 succeed; "never" if no run gets there, else how many of them do.
+
+    The mean is over as many rollouts in every row: those of three iterations of 16 tasks.
+    """
+    window = round(3 * LENGTH.get(row, 1))
+    counts = [rollouts_to(result, window=window) for result in results]
+    reached = [count for count in counts if count is not None]
+    if not reached:
+        return "never"
+    some = "" if len(reached) == len(counts) else f" ({len(reached)} of {len(counts)})"
+    return interval(reached, digits=0) + some
+
+
+def main_table(rates: dict[str, float], found: dict[str, list[dict]]) -> list[str]:
+    """The lines of the table: `found` has the results of each row, a dict a seed."""
+
+    def tests(results: list[dict], prefix: str = "") -> str:
+        keys = [re.sub("^(test_[a-z]+_)", rf"\1{prefix}", key) for key in COLUMNS.values()]
+        return " | ".join(interval([100 * result[key] for result in results]) for key in keys)
+
+    def theirs(figures: tuple | None) -> str:
+        return " / ".join(map(str, figures or ["not at hand"]))
+
+    names = ["method", "rate", *COLUMNS, "area", "rollouts to 0.8", "CPU-seconds", "paper, all four"]
+    lines = [f"| {' | '.join(names)} |", "| --- |" + " ---: |" * (len(names) - 1)]
+    lines.append(f"| warm start | | {tests(found['LOOP (token)'], 'warm_start_')} | | | | {theirs(BASE)} |")
+    for row, results in found.items():
+        areas = interval([area(result) for result in results])
+        cost = interval([result["cpu_seconds"] for result in results], digits=0)
+        costs = f"{areas} | {reach(row, results)} | {cost}"
+        lines.append(f"| {row} | {rates[row]:g} | {tests(results)} | {costs} | {theirs(ROWS[row][1])} |")
+    lines.append(f"| o1, not trained |{' |' * (len(COLUMNS) + 4)} {theirs(O1)} |")
+    return lines
+
+
+def levels_table(found: dict[tuple[str, float], list[dict]]) -> list[str]:
+    """The lines of the table of levels: `found` has the results of each row and rate, a dict a seed."""
+    tests = ("test_normal_success", "test_challenge_success")
+    names = ["level", "rate", "normal TGC", "challenge TGC", "area", "spread of log w", "largest w"]
+    names += ["clipped, %", "CPU-seconds"]
+    lines = [f"| {' | '.join(names)} |", "| --- |" + " ---: |" * (len(names) - 1)]
+    for (row, rate), results in found.items():
+        ended = [result for result in results if "diverged" not in result]
+        lost = len(results) - len(ended)
+        name = f"{row} ({lost} of {len(results)} diverged)" if lost else row
+        if not ended:
+            lines.append(f"| {name} | {rate:g} |{' |' * (len(names) - 2)}")
+            continue
+        values = [interval([100 * result[key] for result in ended]) for key in tests]
+        values.append(interval([area(result) for result in ended]))
+        values.append(interval([result["mean update/spread"] for result in ended], digits=3))
+        values.append(f"{max(result['largest update/ratio'] for result in ended):.3g}")
+        values.append(interval([100 * result["mean update/clipped"] for result in ended]))
+        values.append(interval([result["cpu_seconds"] for result in ended], digits=0))
+        lines.append(f"| {name} | {rate:g} | {' | '.join(values)} |")
+    return lines
+
+
+def draw_curves(found: dict[str, list[dict]], out: Path) -> None:
+    """Draws CURVES by iterations of 16 tasks, means over the seeds."""
+
+    def mean(row: str, tag: str) -> list[tuple[int, float]]:
+        by_iteration = zip(*(result[f"curve {tag}"] for result in found[row]), strict=True)
+        step = 1 / LENGTH.get(row, 1)
+        return [(step * n, statistics.fmean(same)) for n, same in enumerate(by_iteration, 1)]
+
+    panels = {f"{title}, %": {row: mean(row, tag) for row in ROWS} for tag, title in CURVES.items()}
+    draw(panels, "iterations", out)
+
+
+def check_results(args: Args, found: dict[tuple[str, float], list[dict]]) -> None:
+    """Stops for results of which no table can be made."""
+    for (row, rate), results in found.items():
+        diverged = [result["seed"] for result in results if "diverged" in result]
+        if diverged and not args.levels:
+            stop(f"{row}, seed {diverged[0]}: diverged at its best rate; leave {rate:g} out of --rates")
+        for result in results:
+            missing = [key for key in COLUMNS.values() if key not in result and "diverged" not in result]
+            if missing:
+                stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
 
 
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
-    check(args.seeds, args.jobs, args.out, START, END)
-    seeds = range(1, (2 if args.quick else args.seeds) + 1)
-    name = group(args).name
-    cells = [(name, args.iterations, row, seed) for seed in seeds for row in ROWS]
+    marks = (LEVELS_START, LEVELS_END) if args.levels else (START, END)
+    check(args.seeds, args.jobs, args.out, *marks)
+    if not args.rates:
+        stop("--rates: at least one")
+    seeds = range(1, (1 if args.quick else args.seeds) + 1)
+    if args.levels:
+        cells = [(row, rate) for row, (_, rates) in LEVELS.items() for rate in rates]
+    else:
+        rates = best_rates(args, args.rates[:2] if args.quick else args.rates)
+        cells = list(rates.items())
+    results = run_cells(args, [(row, seed, rate) for seed in seeds for row, rate in cells])
+    found = {(row, rate): [results[row, seed, rate] for seed in seeds] for row, rate in cells}
+    check_results(args, found)
 
-    lock = threading.Lock()
-
-    def run(group: str, iterations: int, row: str, seed: int) -> dict:
-        with lock:  # the first one makes it, the others find it
-            start = warm_start(args)
-        path = run_cell(args, row, seed)  # beside it may lie one that was killed before its first checkpoint
-        summary = start | json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        logged = [line for line in read_lines(path / "metrics.jsonl") if line["iteration"] > 0]
-        curves = {f"curve {tag}": [round(100 * line.get(tag, 0.0), 1) for line in logged] for tag in CURVES}
-        return summary | curves
-
-    key = ("group", "iterations", "method", "seed")
-    results = run_missing(key, cells, run, args.results, args.jobs)
-    found = {(row, seed): results[name, args.iterations, row, seed] for _, _, row, seed in cells}
-    if missing := [key for key in COLUMNS.values() if key not in found["RLOO", 1]]:
-        stop(f"--env {args.env}: its runs have no {missing[0]}; take a world with test splits")
-
-    def line(row: str, prefix: str, paper) -> str:
-        keys = [prefix.join(re.match("(test_[a-z]+_)(.*)", key).groups()) for key in COLUMNS.values()]
-        ours = [interval([100 * found[row, seed][key] for seed in seeds]) for key in keys]
-        theirs = " / ".join(map(str, paper or ["not at hand"]))
-        return f"| {row if not prefix else 'warm start'} | {' | '.join(ours)} | {theirs} |"
-
-    lines = [
-        f"| method | {' | '.join(COLUMNS)} | paper, all four |",
-        "| --- |" + " ---: |" * (len(COLUMNS) + 1),
-    ]
-    lines += [line("LOOP (token)", "warm_start_", BASE)] + [line(row, "", ROWS[row][1]) for row in ROWS]
-    lines.append(f"| o1, not trained |{' |' * len(COLUMNS)} {' / '.join(map(str, O1))} |")
+    if args.levels:
+        lines = levels_table(found)
+    else:
+        of_rows = {row: found[row, rate] for row, rate in cells}
+        lines = main_table(rates, of_rows)
+        if args.curves:
+            draw_curves(of_rows, args.curves)
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds\n{table}")
     if args.out:
-        insert(table, args.out, START, END)
-    if args.curves:
-        if not all(any("curve rollout/success" in found[row, seed] for seed in seeds) for row in ROWS):
-            stop(f"--curves {args.curves}: a row has no run with curves; make one without --results")
-
-        def mean(row: str, tag: str) -> list[tuple[int, float]]:
-            curves = [found[row, seed].get(f"curve {tag}") for seed in seeds]
-            by_iteration = zip(*filter(None, curves), strict=True)
-            step = 1 / LENGTH.get(row, 1)
-            return [(step * n, statistics.fmean(same)) for n, same in enumerate(by_iteration, 1)]
-
-        panels = {f"{title}, %": {row: mean(row, tag) for row in ROWS} for tag, title in CURVES.items()}
-        draw(panels, "iterations", args.curves)
+        insert(table, args.out, *marks)
     return table
 
 

@@ -565,6 +565,7 @@ def test_on_policy_with_one_epoch_loop_is_rloo_to_the_bit(warm):
     played = loop_ppo.set_advantages(play(warm, small(), tasks=[i // 4 for i in range(12)]), 4, False)
     found, metrics = weights_after(warm, played, args)
     assert metrics["update/ratio"] == 1.0 and metrics["update/clipped"] == 0.0
+    assert metrics["update/spread"] == 0.0
 
     model = copy.deepcopy(warm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
@@ -578,6 +579,27 @@ def test_on_policy_with_one_epoch_loop_is_rloo_to_the_bit(warm):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert torch.equal(found, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
+def test_the_spread_is_that_of_the_ratios_of_the_level(warm, monkeypatch, level):
+    """Root of the mean square of log w; a rollout's mean is over its tokens, so long turns weigh more."""
+    played = judged(play(warm, small(), tasks=[0] * 4), [0.5, -0.5, 0.3, -0.3])
+    args = small(epochs=1, minibatch=0, level=level)
+
+    def step(model, optimizer, minibatch, size, args):  # each token is 0.01 likelier than it was
+        for t in minibatch:
+            t.old_logp_M = torch.tensor(t.logps)
+        return [loop_ppo.rollout_loss(t, t.old_logp_M + 0.01, args)[1] for t in minibatch], {}
+
+    monkeypatch.setattr(loop_ppo, "step", step)
+    metrics = loop_ppo.update(warm, None, played, args, np.random.default_rng(0))
+    squares = []
+    for t in played:
+        lengths = [len(turn) for turn in t.turns]
+        tokens = {"token": [1] * sum(lengths), "turn": lengths, "trajectory": [sum(lengths)]}[level]
+        squares.append(sum(n * (0.01 * n) ** 2 for n in tokens) / sum(tokens))
+    assert metrics["update/spread"] == pytest.approx(np.mean(squares) ** 0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
