@@ -21,9 +21,9 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
   D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
-  D5  Rates, batches, buffer, warm-up and numbers of updates are tuned for a tiny model; Table 3 has theirs.
+  D5  Rates, batches, buffer, warm-up and updates suit a tiny model. Table 3 has the authors' rates times 32.
   D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise then undoes less.
-  D7  The critic updates of an iteration share a pool of dialogues and one new utterance in each state.
+  D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
       it is a network of its own with 60 updates an iteration.
 """
@@ -71,18 +71,18 @@ class Args:
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
-    critic_lr: float = 3e-4  # paper: 6e-4 (D5)
+    critic_lr: float = 3e-4  # of Adam (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
     critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
-    critic_batch: int = 32  # dialogues in an update of the critic (paper: a batch of 256)
+    critic_batch: int = 32  # dialogues in an update of the critic (paper: 256 utterances)
     critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
     warmup: int = 5  # iterations before the actor moves (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
 
-    actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D5)
+    actor_lr: float = 3e-4  # of Adam (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
     anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
     actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3); 0: none
-    actor_batch: int = 64  # dialogues in an update of the actor (paper: a batch of 256)
+    actor_batch: int = 64  # dialogues in an update of the actor (paper: 256 utterances)
     kl: float = 0.05  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)

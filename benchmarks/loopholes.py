@@ -2,9 +2,10 @@
 
     python benchmarks/loopholes.py
 
-In Twenty Questions that rule looks at the last word: a player of good questions ends each with a guess, too,
-"Is it made of metal, drill?". In Guess My City it looks for the name anywhere: a player asks nothing and
-lists as many names as an action holds. Printed is the mean return over all tasks by either rule.
+In Twenty Questions that rule wants a Yes and looks at the last word: a player of good questions ends each
+with a guess of a word that the question is true of, "Is it made of metal, drill?". In Guess My City it looks
+for the name anywhere: a player asks nothing and lists as many names as an action holds. Printed is the mean
+return over all tasks by either rule.
 """
 
 import random
@@ -26,11 +27,13 @@ def two_in_one(history: list[tuple[str, str]], rng: random.Random) -> tuple[str,
     text = "Questions:\n" + "".join(f"{question} {answer}\n" for question, answer in history)
     question = twenty_questions.expert(text)
     asked = twenty_questions.parse(question)
-    left = twenty_questions.words_in(twenty_questions.candidates(text))
+    # With a No the guess cannot win, so it is one of the words on which the answer is Yes.
+    left = twenty_questions.words_in(twenty_questions.candidates(text) & asked.yes)
     for word in rng.sample(left, len(left)) if asked.guess is None else ():
         name = twenty_questions.guess_of(word).removeprefix("Is it ")
         both = f"{question.removesuffix('?')}, {name}"
-        if twenty_questions.is_right_paper(word, both) and twenty_questions.parse(both) == asked:
+        wins = twenty_questions.is_right_paper(word, both, twenty_questions.table_oracle(word, both))
+        if wins and twenty_questions.parse(both) == asked:
             return question, both
     return question, question
 

@@ -368,6 +368,9 @@ class Run:
         with self.writing("the summary"):
             write_json(self.folder / "summary.json", summary)
         print(json.dumps(summary))
+        start, end = summary.get("warm_start_return"), summary.get("eval_return")
+        if start is not None and end < start:
+            print(f"The run ends below its start: it returned {start:.2f} at first, {end:.2f} at last.")
         for reason in self.unsaved.values():
             raise OSError(f"{self.folder}: {reason}; what is saved there is of an earlier iteration")
         return summary

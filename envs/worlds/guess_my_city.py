@@ -716,16 +716,27 @@ class GuessMyCity(gymnasium.Env):
         """Scripted players by name; `player(observation, rng)` is an action."""
         return {
             "scripted": scripted,
+            "hasty": hasty,
             "expert": expert,
             "closed": closed_expert,
             "random": random_player,
             "forgetful": forgetful,
         }
 
-    def demonstrations(self, n: int, seed: int, **knobs) -> list[dict]:
-        """`n` dialogues of the player `scripted` (whose knobs these are) about cities drawn evenly."""
-        world, player, rng = GuessMyCity(**self.options), partial(scripted, **knobs), random.Random(seed)
-        return [dialogue(world, player, rng, rng.randrange(world.num_tasks)) for _ in range(n)]
+    def demonstrations(self, n: int, seed: int) -> list[dict]:
+        """`n` dialogues to learn the game from, about cities drawn evenly; "imitate" says what to imitate.
+
+        Half are of the player `hasty`, and only these are imitated: it plays badly, as most data does, so
+        that there is something to learn. The others, of the player `scripted`, are there for their replies.
+        """
+        world, rng = GuessMyCity(**self.options), random.Random(seed)
+        lessons = []
+        for _ in range(n):
+            player = rng.choice((hasty, scripted))
+            played = dialogue(world, player, rng, rng.randrange(world.num_tasks))
+            imitate = [player is hasty] * len(played["actions"])
+            lessons.append(played | {"imitate": imitate})
+        return lessons
 
 
 # ------------------------------------------------------------------------------- 8. the players
@@ -790,11 +801,47 @@ def scripted(
     return garble(question, rng) if rng.random() < garbled else question
 
 
+def hasty(
+    observation: str,
+    rng: random.Random,
+    guess: float = 0.4,
+    open: float = 0.1,
+    broad: float = 0.4,
+    forget: float = 0.2,
+) -> str:
+    """Guesses early, asks narrow questions and forgets: the player that is imitated.
+
+    A share `guess` of its turns are guesses, and all when two cities are possible. A share `open` of its
+    questions are open ones; of the others a share `broad` are true of at least 25 cities, the rest of at most
+    eight. In a share `forget` of its turns it knows nothing of what was answered.
+    """
+    forgets = rng.random() < forget
+    left = ALL if forgets else candidates(observation)
+    if rng.random() < guess or left.bit_count() <= 2:
+        return guess_of(rng.choice(cities_in(left)))
+    topics = open_questions(left) if rng.random() < open else []
+    if topics:
+        return rng.choice(topics)
+    asks = broad_questions(25) if rng.random() < broad else narrow_questions(8)
+    undecided = [(ask, yes) for ask, yes in asks if 0 < left & yes < left]
+    return rng.choice(undecided or asks)[0]
+
+
+def closed_questions() -> list[tuple[str, int]]:
+    """The yes/no questions, and of which cities they are true."""
+    return [(ask, groups[0]) for ask, groups in QUESTIONS.items() if is_closed(ask)]
+
+
 @lru_cache(maxsize=32)
 def broad_questions(least: int) -> list[tuple[str, int]]:
     """The yes/no questions that are true of at least so many cities, and of which."""
-    closed = [(ask, groups[0]) for ask, groups in QUESTIONS.items() if is_closed(ask)]
-    return [(ask, yes) for ask, yes in closed if yes.bit_count() >= least]
+    return [(ask, yes) for ask, yes in closed_questions() if yes.bit_count() >= least]
+
+
+@lru_cache(maxsize=32)
+def narrow_questions(most: int) -> list[tuple[str, int]]:
+    """The yes/no questions that are true of at most so many cities, and of which."""
+    return [(ask, yes) for ask, yes in closed_questions() if yes.bit_count() <= most]
 
 
 def open_questions(left: int) -> list[str]:

@@ -11,9 +11,9 @@ guess. The answers are "Yes.", "No." and "Invalid Question."
 
   D1  The answers come from a table of facts (twenty_questions.toml) instead of a flan-t5-small, so
       that the game needs no model and its best return is known. `oracle=<folder>` brings the model back.
-  D2  A guess is right when the whole question names the word. The authors' code compares only the
-      last word of the question: "Is it a cat or a dog?" wins on dog, and a word of two words, such
-      as "golf ball", can never be won. `matching="paper"` restores that.
+  D2  A guess is right when the whole question names the word. In the authors' code it is when the
+      oracle says Yes and the last word of the question is a name: "Is it made of metal, drill?" wins
+      on drill, and a word of two words, such as "golf ball", never. `matching="paper"` restores that.
 
 To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/twenty_questions.py and
 envs/worlds/twenty_questions.toml, each to the same place. It needs gymnasium and nothing else.
@@ -253,16 +253,16 @@ def normalise(text: str) -> str:
 # ------------------------------------------------------------------------------- 4. right or not
 
 
-def is_right_strict(word: str, question: str) -> bool:
-    """The question guesses the word and nothing besides."""
+def is_right_strict(word: str, question: str, answer: str) -> bool:
+    """The question guesses the word and nothing besides, whatever the oracle says."""
     parsed = parse(question)
     return parsed is not None and parsed.guess == word
 
 
-def is_right_paper(word: str, question: str) -> bool:
-    """The last word of the question is a name of the word, as in the authors' code."""
+def is_right_paper(word: str, question: str, answer: str) -> bool:
+    """The oracle says Yes, and the last word of the question is a name of the word: the authors' code."""
     last = re.sub(r"[^a-z]+$", "", question.lower()).split(" ")[-1]
-    return last in [word, *ENTRIES[word].get("names", [])]
+    return answer == YES and last in [word, *ENTRIES[word].get("names", [])]
 
 
 MATCHING = {"strict": is_right_strict, "paper": is_right_paper}
@@ -345,8 +345,10 @@ class TwentyQuestions(gymnasium.Env):
             raise gymnasium.error.ResetNeeded("the episode is over or was never begun: call reset()")
         question = read_action(action, self.max_action_chars)
 
-        terminated = self.is_right(self.word, question)
-        answer = YES if terminated else self.oracle(self.word, question)
+        answer = self.oracle(self.word, question)
+        terminated = self.is_right(self.word, question, answer)
+        if terminated:
+            answer = YES
         reward = 0.0 if terminated else -1.0
         self.observation += f"{question} {answer}\n"
         self.turns += 1
@@ -370,10 +372,11 @@ class TwentyQuestions(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about words drawn evenly; "imitate" says what to do likewise.
 
-        Two fifths are of the player `hasty`, and only these are imitated: it plays badly, as most data does,
-        so that there is something to learn. The others are there for their replies. Their players narrow the
-        words down, then guess the last ones, some of them again and again what was wrong: who never saw a bad
-        guess does not know what follows it. All 157 words occur, as in the paper, also in the world of ten.
+        Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that
+        there is something to learn. The other players narrow the words down, then guess the last ones, some
+        of them again and again what was wrong: who never saw a bad guess does not know what follows it.
+        Imitated is what they do with at most six words left, unless it is a mistake; all else is there for
+        the replies. All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -505,9 +508,9 @@ def hasty(
 ) -> str:
     """Guesses early, asks narrow questions and forgets: the player that is imitated.
 
-    A share `guess` of its turns are guesses, also while most words are still possible; so are all turns when
-    two are. A share `broad` of its questions are true of at least 25 words of the table, the others of at most
-    12. In a share `forget` of its turns it knows nothing of what was answered.
+    A share `guess` of its turns are guesses, and all when two words are possible. A share `broad` of its
+    questions are true of at least 25 words of the table, the others of at most 12. In a share `forget` of its
+    turns it knows nothing of what was answered.
     """
     left = candidates(observation, words)
     forgets = rng.random() < forget
@@ -525,7 +528,7 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
     part, look = rng.random(), rng.choice((2, 4, 8))
     wrong = mistake
-    if part < 0.4:  # what is imitated
+    if part < 0.4:  # what is imitated in every state
         player, mistakes = hasty, 0.0
     elif part < 0.7:  # what late guesses reveal
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
@@ -533,12 +536,15 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
         player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
         wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
 
+    imitate = []
+
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
+        is_late = candidates(observation).bit_count() <= 6
+        imitate.append(part < 0.4 or (slip is None and is_late))
         return slip or player(observation, rng)
 
-    played = dialogue(world, play, rng, rng.randrange(world.num_tasks))
-    return played | {"imitate": [part < 0.4] * len(played["actions"])}
+    return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
 
 
 @lru_cache(maxsize=32)

@@ -27,6 +27,8 @@ def test_what_is_said():
     question, both = loopholes.two_in_one([], random.Random(1))
     assert both.startswith(question.removesuffix("?") + ", ")
     assert twenty_questions.parse(both) == twenty_questions.parse(question)
+    word = twenty_questions.NAMES[both.rpartition(" ")[2].removesuffix("?")]
+    assert twenty_questions.table_oracle(word, both) == twenty_questions.YES, "with a No it could not win"
     actions = loopholes.lists()
     assert all(len(action) <= guess_my_city.GuessMyCity.max_action_chars for action in actions)
     assert all(any(city in action for action in actions) for city in guess_my_city.CITIES)

@@ -343,6 +343,18 @@ def test_only_an_evaluation_before_the_first_iteration_is_of_the_start(toy):
     assert summary["eval_return"] == 2 and "warm_start_return" not in summary
 
 
+@pytest.mark.parametrize(("end", "is_said"), [(-2.5, True), (-2.0, False), (-1.0, False)])
+def test_a_run_that_ends_below_its_start_says_so(toy, capsys, end, is_said):
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    run.log({"eval/return": -2.0}, "")
+    for _ in run.iterations(2):
+        run.log({"eval/return": end}, "")
+    run.finish()
+    said = "The run ends below its start: it returned -2.00 at first, -2.50 at last."
+    assert (said in capsys.readouterr().out.splitlines()) == is_said
+
+
 def test_an_evaluation_anew_may_have_other_tags(toy):
     """The summary has the last row with any; the samples may have a file of their own."""
     run = runs.Run(toy(), "toy", samples_file="rankings.jsonl")

@@ -545,9 +545,9 @@ def test_a_person_can_leave_and_lose(play_it):
 
 
 def test_a_person_can_choose_the_worlds_options(play_it):
-    """By the authors' rule a question of which the last word is right is right."""
+    """By the authors' rule a true question that ends in the word is right."""
     words = ["twenty-questions", "--index", "11", "--world", "matching=paper"]
-    assert "Solved." in play_it(*words, stdin="Is it a cat or a dog?\n")[1]
+    assert "Solved." in play_it(*words, stdin="Is it an animal, dog?\n")[1]
 
 
 @pytest.mark.parametrize(

@@ -564,11 +564,28 @@ def test_the_scripted_player_asks_only_what_is_open():
             assert parse(action).topic or left & parse(action).yes
 
 
+def test_the_hasty_player_knows_the_answers_unless_it_forgets():
+    world = envs.make("guess-my-city")
+    for game in play_all(world, "hasty", forget=0.0):
+        for observation, action in zip(game["observations"], game["actions"], strict=False):
+            asked, left = parse(action), gc.candidates(observation)
+            assert not asked.guess or asked.yes & left
+    forgotten = play_all(world, "hasty", rounds=4, forget=1.0)
+    assert mean_return(play_all(world, "hasty", rounds=8)) == pytest.approx(-11.8, abs=0.6)
+    assert mean_return(forgotten) < -16
+    assert all(parse(game["actions"][0]).guess for game in play_all(world, "hasty", guess=1.0))
+
+
 def test_demonstrations():
     dialogues = envs.make("guess-my-city").demonstrations(1500, seed=0)
     assert {dialogue["answer"] for dialogue in dialogues} == set(CITIES)
     actions = [action for dialogue in dialogues for action in dialogue["actions"]]
-    assert sum(parse(action) is None for action in actions) / len(actions) == pytest.approx(0.04, abs=0.01)
+    assert sum(parse(action) is None for action in actions) / len(actions) == pytest.approx(0.02, abs=0.01)
+    imitated = [game for game in dialogues if game["imitate"][0]]
+    assert all(len(set(game["imitate"])) == 1 for game in dialogues)
+    assert len(imitated) / len(dialogues) == pytest.approx(0.5, abs=0.04)
+    assert all(parse(action) for game in imitated for action in game["actions"])
+    assert mean_return(imitated) == pytest.approx(-11.7, abs=0.6)
     assert {parse(action).topic for action in actions if parse(action)} >= {"language", "climate", "sight"}
     for game in dialogues[:200]:  # what stands in the text is what was asked and answered, byte for byte
         text = "Questions:\n"

@@ -547,7 +547,7 @@ def test_a_registered_world_runs_by_its_id(there, monkeypatch):
     world = envs.make("test/tq-v0", matching="paper")
     assert (world.id, world.max_turns, world.num_tasks) == ("test/tq-v0", 20, 157)
     assert world.reset(options={"index": 11})[1] == {"answer": "dog"}
-    assert world.step("Is it a cat or a dog?")[-1]["result"]["success"]
+    assert world.step("Is it an animal, dog?")[-1]["result"]["success"]
 
     class Echo(Bare, gymnasium.Env):
         def reset(self, *, seed=None, options=None):
