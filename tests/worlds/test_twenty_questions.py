@@ -319,10 +319,10 @@ def test_demonstrations():
     assert all(first), "it garbles nothing"
     assert fmean(question.guess is not None for question in first) == pytest.approx(0.4, abs=0.04)
     late, early, slips = 0, 0, 0
-    for dialogue in dialogues[:1000]:
-        if not dialogue["imitate"][0]:
+    for game in dialogues[:1000]:
+        if not game["imitate"][0]:
             for observation, action, imitate in zip(
-                dialogue["observations"], dialogue["actions"], dialogue["imitate"], strict=False
+                game["observations"], game["actions"], game["imitate"], strict=False
             ):
                 question, left = parse(action), tq.candidates(observation)
                 if imitate:  # never a guess that is excluded
