@@ -981,13 +981,20 @@ def test_an_encoder_cuts_the_beginning_of_a_text_that_is_too_long(folders, actor
     assert torch.allclose(cls[0], cls[1], atol=1e-5) and not torch.allclose(cls[0], cls[2], atol=1e-4)
 
 
+def as_drawn(dialogue, texts, tokenizer):
+    """A dialogue with texts for the a ~ pi of E2, one for each of its states, as `with_fresh` adds them."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return dialogue | {"fresh": [archer.encode(tokenizer, text) + end for text in texts]}
+
+
 def with_rewards(dialogues, tokenizer):
     """Rewards that differ, as those of a toy are mostly zero; and fresh utterances of their own."""
+    found = []
     for n, d in enumerate(dialogues):
-        d["rewards"] = [0.3 * n - k for k in range(len(d["actions"]))]
-        words = [WORDS[(n + k) % 4] for k in range(len(d["actions"]))]
-        d["fresh"] = [[*archer.encode(tokenizer, word), tokenizer.eos_token_id] for word in words]
-    return dialogues
+        turns = range(len(d["actions"]))
+        rewards = {"rewards": [0.3 * n - k for k in turns]}
+        found.append(as_drawn(d | rewards, [WORDS[(n + k) % 4] for k in turns], tokenizer))
+    return found
 
 
 @BOTH
@@ -1025,14 +1032,27 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world):
 def test_the_critic_hears_the_text_of_an_utterance(actor, tokenizer):
     """Not its tokens: what stands behind the first line, and the blanks around it, the world never hears."""
     played = with_rewards(play("toy", actor, n=4)[0], tokenizer)
-    odd = [archer.encode(tokenizer, " bee \nno") for _ in WORDS]  # cut before an end token, too
-    plain = [[*archer.encode(tokenizer, "bee"), tokenizer.eos_token_id] for _ in WORDS]
     critic, targets = critic_of(actor), []
-    for said in (odd, plain):
-        dialogues = [d | {"fresh": (2 * said)[: len(d["actions"])]} for d in played]
+    for text in (" bee \nno", "bee"):
+        dialogues = [as_drawn(d, [text] * len(d["actions"]), tokenizer) for d in played]
         with torch.no_grad():
             targets.append(archer.critic_targets(critic, dialogues, 0.9)[1])
     assert torch.equal(*targets)
+
+
+@pytest.mark.xfail(strict=True, reason="critic_targets decodes the actor's tokens by the critic's tokenizer")
+def test_a_critic_with_a_tokenizer_of_its_own_hears_the_actors_words(folders, tmp_path, monkeypatch):
+    spy, heard, forward = Spy(monkeypatch), [], archer.Critic.forward
+
+    def listen(self, dialogues, texts=None):
+        heard.append([] if texts is None else list(texts))
+        return forward(self, dialogues, texts)
+
+    monkeypatch.setattr(archer.Critic, "forward", listen)
+    go(tmp_path, folders, critic=folders["BERT"], iterations=1)
+    own = AutoTokenizer.from_pretrained(folders["LLAMA"])
+    written = {archer.spoken(own, ids) for c in spy.of("generate") for ids in c["result"][0]}
+    assert any(heard) and all(set(texts) <= written for texts in heard)
 
 
 def test_of_returns_that_are_all_alike_nothing_is_explained(actor):
