@@ -530,12 +530,13 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     wrong = mistake
     if part < 0.4:  # what is imitated in every state
         player, mistakes = hasty, 0.0
-    elif part < 0.7:  # what late guesses reveal
+    elif part < 0.6:
+        return open_book(world, rng)
+    elif part < 0.8:  # what late guesses reveal
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
     else:  # what follows if one guesses a word twice: No, whatever else is known
         player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
         wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
-
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
@@ -545,6 +546,25 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
         return slip or player(observation, rng)
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
+
+
+def open_book(world: TwentyQuestions, rng: random.Random) -> dict:
+    """A game that goes on after the right guess, so that the facts on a word stand beside its name."""
+    index, turn = rng.randrange(world.num_tasks), rng.randrange(10)
+    word = world.words[index]
+    sides = [[], []]  # questions that are not true of the word, and those that are
+    for ask, yes in QUESTIONS.items():
+        sides[bool(yes & BIT[word])].append(ask)
+    endless = TwentyQuestions(**world.options)
+    endless.is_right = lambda *_: False
+
+    def play(observation: str, rng: random.Random) -> str:
+        if observation.count("\n") == turn + 1:
+            return guess_of(word)
+        return rng.choice(sides[rng.random() < 0.5])
+
+    played = dialogue(endless, play, rng, index)
+    return played | {"imitate": [False] * len(played["actions"])}
 
 
 @lru_cache(maxsize=32)
