@@ -303,7 +303,7 @@ def sample_tokens(logits_NV, generator, greedy):
 
 
 @torch.no_grad()
-def write(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, generator, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
     A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
@@ -352,7 +352,7 @@ def best_utterances(actor, critic, rows, spans, args, generator):
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row] += [span.start] * K
-    utterances, _ = write(actor, rows, starts, args, generator)
+    utterances, _ = write_utterances(actor, rows, starts, args, generator)
     texts = [spoken(actor.tokenizer, ids) for ids in utterances]
     each_K_times = [span for span in spans for _ in range(K)]
     _, q_M2 = critic.judge(rows, each_K_times, texts)  # D3

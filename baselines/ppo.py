@@ -279,7 +279,7 @@ def sample_tokens(logits_NV, generator, greedy):
 
 
 @torch.no_grad()
-def write(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, generator, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
     A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
@@ -347,7 +347,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = write(actor, list(rows.values()), starts, args, generator, greedy)
+        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, generator, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         for i, ids in zip(rows, utterances, strict=True):
