@@ -240,9 +240,9 @@ def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
 class Packed:
     """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
 
-    ids_BT: torch.Tensor
-    position_BT: torch.Tensor
-    visible_BTT: torch.Tensor  # whether a token (second axis) sees another one (third axis)
+    inputs: tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor
+    ]  # ids [B, T], positions [B, T], visibility [B, T, T]
     row_N: torch.Tensor  # of each utterance
     state_N: torch.Tensor  # column of the last token of its state: V is read there
     end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
@@ -250,12 +250,8 @@ class Packed:
     before_M: torch.Tensor  # column of the token that predicts it
     column_M: torch.Tensor  # its own column
 
-    def hidden(self, body, dtype):
-        """The last hidden states of a decoder [B, T, H]."""
-        return masked_states(body, self.ids_BT, self.position_BT, self.visible_BTT, dtype)
 
-
-ROW, PADDING = -1, -2  # for tokens that belong to no fork
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
@@ -292,10 +288,9 @@ def pack(dialogues, tokenizer, utterances=None) -> Packed:
         columns += own
 
     position_BT = pad(positions)
+    visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
     return Packed(
-        ids_BT=pad(ids),
-        position_BT=position_BT,
-        visible_BTT=visibility(position_BT, pad(forks, PADDING), pad(starts)),
+        inputs=(pad(ids), position_BT, visible_BTT),
         row_N=torch.tensor([span.row for span in spans]),
         state_N=torch.tensor([span.start - 1 for span in spans]),
         end_N=torch.tensor(ends),
@@ -339,9 +334,10 @@ def hidden_states(body, dtype, **inputs):
 def score(actor, dialogues, utterances, temperature, dtype):
     """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
     packed = pack(dialogues, actor.tokenizer, utterances)
-    hidden_BTH = packed.hidden(actor.base_model, dtype)
+    hidden_BTH = masked_states(actor.base_model, *packed.inputs, dtype)
     row_M = packed.row_N[packed.owner_M]
-    token_M = packed.ids_BT[row_M, packed.column_M].to(actor.device)
+    ids_BT = packed.inputs[0]
+    token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
     logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
@@ -360,8 +356,8 @@ class Critic(nn.Module):
         self.tokenizer = body.tokenizer
         self.dtype = dtype
         width = body.config.hidden_size
-        self.v_heads = Twins(width, width, value)
-        self.q_heads = Twins(width, width, value)
+        self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
+        self.q_heads = Twins(mlp(width, width, value) for _ in range(2))
 
     def forward(self, dialogues, texts=None):
         """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
@@ -375,22 +371,16 @@ class Critic(nn.Module):
             end = [self.tokenizer.eos_token_id]
             forks = [encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
-        hidden_BTH = packed.hidden(self.body, self.dtype)
+        hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
         return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
 
-class Twins(nn.Module):
-    """Two networks side by side: [N, inputs] -> [N, 2]."""
-
-    def __init__(self, inputs, width, value):
-        super().__init__()
-        self.first = mlp(inputs, width, value)
-        self.second = mlp(inputs, width, value)
+class Twins(nn.ModuleList):
+    """Networks side by side: [N, inputs] -> [N, 2]."""
 
     def forward(self, x):
-        both = [self.first(x), self.second(x)]
-        return torch.cat(both, -1)
+        return torch.cat([network(x) for network in self], -1)
 
 
 def mlp(inputs, width, value):
@@ -428,11 +418,11 @@ def sample_tokens(logits_NV, generator, greedy):
 
 
 @torch.no_grad()
-def generate(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, generator, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
-    log-probs [N].
+    A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
+    it, and log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
@@ -495,7 +485,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, generator, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
@@ -508,7 +498,7 @@ def fresh_utterances(actor, dialogues, args, generator):
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row].append(span.start)
-    fresh, _ = generate(actor, rows, starts, args, generator)
+    fresh, _ = write_utterances(actor, rows, starts, args, generator)
     return fresh
 
 
@@ -609,13 +599,11 @@ def play_tasks(actor, args, greedy):
 
     The seeds are always the same, so that evaluations are comparable.
     """
-    if args.eval_episodes < 1:
-        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
-        passes = round(args.eval_episodes / len(tasks))
+        passes = max(1, round(args.eval_episodes / num_tasks))
         tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)

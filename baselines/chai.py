@@ -244,8 +244,8 @@ class TwinCritic(nn.Module):
         width = body.config.hidden_size
         self.body = body
         self.dtype = dtype
-        self.v_heads = Twins(width, width, value)
-        self.q_heads = Twins(width, width, value)
+        self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
+        self.q_heads = Twins(mlp(width, width, value) for _ in range(2))
 
     def forward(self, dialogues, key="actions"):
         """V of all N states [N, 2], and Q [N, 2] of what the dialogues have for them under a key."""
@@ -261,17 +261,11 @@ class TwinCritic(nn.Module):
         return self.v_heads(state_NH), self.q_heads(end_NH)
 
 
-class Twins(nn.Module):
-    """Two networks side by side: [N, inputs] -> [N, 2]."""
-
-    def __init__(self, inputs, width, value):
-        super().__init__()
-        self.first = mlp(inputs, width, value)
-        self.second = mlp(inputs, width, value)
+class Twins(nn.ModuleList):
+    """Networks side by side: [N, inputs] -> [N, 2]."""
 
     def forward(self, x):
-        both = [self.first(x), self.second(x)]
-        return torch.cat(both, -1)
+        return torch.cat([network(x) for network in self], -1)
 
 
 def mlp(inputs, width, value):
@@ -309,11 +303,11 @@ def sample_tokens(logits_NV, generator, greedy):
 
 
 @torch.no_grad()
-def generate(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, generator, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
-    log-probs [N].
+    A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
+    it, and log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
@@ -358,7 +352,7 @@ def best_utterances(actor, critic, rows, spans, args, generator):
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row] += [span.start] * K
-    utterances, _ = generate(actor, rows, starts, args, generator)
+    utterances, _ = write_utterances(actor, rows, starts, args, generator)
     texts = [spoken(actor.tokenizer, ids) for ids in utterances]
     each_K_times = [span for span in spans for _ in range(K)]
     _, q_M2 = critic.judge(rows, each_K_times, texts)  # D3
@@ -368,7 +362,15 @@ def best_utterances(actor, critic, rows, spans, args, generator):
     return [texts[n * K + choice] for n, choice in enumerate(choices)]
 
 
-def rollout(actor, critic, worlds, args, generator, rng=None, indices=None):
+def rollout(
+    actor,
+    critic,
+    worlds,
+    args,
+    generator,
+    rng=None,
+    indices=None,
+):
     """Plays all worlds to their end by E3, in lockstep. Returns the dialogues that have an action.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
@@ -462,12 +464,10 @@ def evaluate(actor, critic, args):
 
     The seeds are always the same, so that evaluations are comparable.
     """
-    if args.eval_episodes < 1:
-        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
-    passes = round(args.eval_episodes / len(tasks))
+    passes = max(1, round(args.eval_episodes / num_tasks))
     tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)

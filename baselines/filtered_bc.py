@@ -159,6 +159,9 @@ def cloning_loss(logp_M, num_actions):
 
 
 # ---------------------------------------------------------- 4. models
+UNSEEN = 2**30  # position of a token that no token sees
+
+
 def hidden_states(body, dtype, **inputs):
     """The last hidden states of a model without head, computed in `dtype`, as float32."""
     is_mixed = dtype == "bfloat16"
@@ -226,24 +229,59 @@ def sample_tokens(logits_NV, generator, greedy):
     return token_N1[:, 0], logp_N1[:, 0]
 
 
+class Memory:
+    """What a decoder has read of some named rows: keys and values, which are kept while the rows grow."""
+
+    def __init__(self, actor, names):
+        self.actor = actor
+        self.rows = {name: [] for name in names}  # what was read
+        self.cache = transformers.DynamicCache()
+        self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
+
+    def read(self, rows, dtype):
+        """Reads what is new in each row {name: token ids}; a row that is missing is forgotten.
+
+        Returns the last hidden states of the new tokens [B, T, H] and their positions [B, T].
+        """
+        columns = self.position_BC.shape[1]
+        self.cache.crop(columns - self.cache.get_seq_length())  # without what was written since
+        if len(rows) < len(self.rows):
+            kept = [b for b, name in enumerate(self.rows) if name in rows]
+            self.cache.batch_select_indices(torch.tensor(kept))
+            self.position_BC = self.position_BC[kept]
+        new = []
+        positions = []
+        for b, (name, row) in enumerate(rows.items()):
+            known = len(self.rows[name])
+            if row[:known] != self.rows[name] or len(row) == known:  # it was written anew
+                known = 0
+                self.position_BC[b] = UNSEEN
+            new.append(row[known:])
+            positions.append(range(known, len(row)))
+        self.rows = rows
+        position_BT = pad(positions, UNSEEN)
+        self.position_BC = torch.cat([self.position_BC, position_BT], -1)
+        visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
+        position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
+        body = self.actor.base_model
+        hidden_BTH = masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
+        return hidden_BTH, position_BT
+
+
 @torch.no_grad()
-def generate(actor, rows, starts, args, generator, greedy=False):
-    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
+def generate(memory, rows, starts, args, generator, greedy=False):
+    """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
     A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
     log-probs [N].
     """
-    ids_BC = pad(rows)  # on the right, where no state sees it
+    actor = memory.actor
+    hidden_BTH, position_BT = memory.read(rows, args.dtype)
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
-    B, C = ids_BC.shape
-    S = start_BS.shape[1]
-    body = actor.base_model
-    cache = transformers.DynamicCache()
-    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(body, args.dtype, **inputs)
-    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
-
-    visible_BSC = torch.arange(C) < start_BS[:, :, None]
+    B, S = start_BS.shape
+    before_BS = start_BS - 1 - position_BT[:, :1]
+    hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
+    visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
     places = []  # of the N states among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
@@ -265,7 +303,9 @@ def generate(actor, rows, starts, args, generator, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
+        hidden_BSH = masked_states(
+            actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
+        )
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -283,6 +323,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
+    memory = Memory(actor, range(len(worlds)))
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
@@ -294,7 +335,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        utterances, logps = generate(memory, rows, starts, args, generator, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
@@ -333,13 +374,11 @@ def play_tasks(actor, args, greedy):
 
     The seeds are always the same, so that evaluations are comparable.
     """
-    if args.eval_episodes < 1:
-        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
-        passes = round(args.eval_episodes / len(tasks))
+        passes = max(1, round(args.eval_episodes / num_tasks))
         tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)

@@ -279,11 +279,11 @@ def sample_tokens(logits_NV, generator, greedy):
 
 
 @torch.no_grad()
-def generate(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, generator, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
-    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
-    log-probs [N].
+    A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
+    it, and log-probs [N].
     """
     ids_BC = pad(rows)  # on the right, where no state sees it
     start_BS = pad(starts, 1)  # any start will do where a row has fewer states
@@ -347,7 +347,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = generate(actor, list(rows.values()), starts, args, generator, greedy)
+        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, generator, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         for i, ids in zip(rows, utterances, strict=True):
@@ -440,13 +440,11 @@ def play_tasks(actor, args, greedy):
 
     The seeds are always the same, so that evaluations are comparable.
     """
-    if args.eval_episodes < 1:
-        raise ValueError(f"--eval-episodes {args.eval_episodes}: it must be at least 1")
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
-        passes = round(args.eval_episodes / len(tasks))
+        passes = max(1, round(args.eval_episodes / num_tasks))
         tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)

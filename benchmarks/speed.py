@@ -76,7 +76,7 @@ def main(args: Args) -> None:
     actor_step = (actor, ref_model, critic, baseline, actor_optimizer, acted, args, generator)
     parts = {
         "rollout": lambda: count(play()),
-        "sampling for the steps": lambda: len(archer.fresh_utterances(actor, acted, args, generator)),
+        "sampling for the steps": lambda: count(archer.with_fresh(acted, actor, args, generator)),
         "critic step": lambda: archer.critic_update(*critic_step) and count(seen),
         "actor step, sampling included": lambda: archer.actor_update(*actor_step) and count(acted),
     }

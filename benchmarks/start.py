@@ -59,8 +59,9 @@ GUESSES = {  # by the world whose checkpoint is taken: whether a text is a guess
 def play_held(actor, args: archer.Args, k: int, is_guess: Callable[[str], bool]) -> list[dict]:
     """As archer.play_tasks, sampled; but none of a dialogue's first k turns is a guess, if others come up."""
     options = envs.options(args.world)
-    tasks = list(range(min(envs.make(args.env, **options).num_tasks, args.eval_episodes)))
-    tasks *= round(args.eval_episodes / len(tasks))
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    tasks *= max(1, round(args.eval_episodes / num_tasks))
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=list(range(len(tasks))), indices=tasks)
     generator = torch.Generator(args.device).manual_seed(0)
@@ -77,7 +78,8 @@ def play_held(actor, args: archer.Args, k: int, is_guess: Callable[[str], bool])
             if not rows:
                 break
             starts = [[len(row)] for row in rows.values()]
-            utterances, _ = archer.generate(actor, list(rows.values()), starts, args, generator)
+            memory = archer.Memory(actor, rows)  # a new one each time: rows that are left out come back
+            utterances, _ = archer.generate(memory, rows, starts, args, generator)
             texts = [archer.spoken(actor.tokenizer, ids) for ids in utterances]
             said |= dict(zip(rows, texts, strict=True))
             early = [i for i in rows if len(worlds.dialogues[i]["actions"]) < k and is_guess(said[i])]

@@ -1,9 +1,9 @@
 """What archer.py promises: its equations, that a batch is no more than its parts, what `main` hands on to
 whom, and that a run can be resumed.
 
-The worlds are Twenty Questions on ten words and two toys defined here; the models are untrained, with one or
-two layers of 32, in folders. What an actor or critic should compute is computed a second time: an utterance
-at a time, unpadded, by a plain forward pass.
+The worlds are Twenty Questions on ten words and three toys defined here; the models are untrained, with one
+or two layers of 32, in folders. What an actor or critic should compute is computed a second time: an
+utterance at a time, unpadded, by a plain forward pass.
 """
 
 import copy
@@ -108,13 +108,26 @@ class ForgetfulToy(Toy):
         return f"{self.index + 2 - self.turn} to go, after {action or 'nothing'}:{reply}"
 
 
+class StillToy(Toy):
+    """The same, but it always says the same: no turn adds a word to what the model has read."""
+
+    id = demonstration_env = "still-toy"
+    append_only = False
+
+    def follow(self, action, reply):
+        return f"{CLUES[self.index]}: "
+
+
+TOYS = (Toy, ForgetfulToy, StillToy)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def toys():
     """The toys are worlds of the registry while these tests run."""
-    for toy in (Toy, ForgetfulToy):
+    for toy in TOYS:
         envs.ENVS[toy.id] = envs.Entry(f"{toy.__module__}:{toy.__name__}", "a toy of the tests")
     yield
-    for toy in (Toy, ForgetfulToy):
+    for toy in TOYS:
         del envs.ENVS[toy.id]
 
 
@@ -244,8 +257,15 @@ def play(world, actor, n=8, seed=0, greedy=False, **changes):
 
 
 def fresh_for(dialogues, actor, seed=5, **changes):
+    """An utterance of the actor for each of the N states of some dialogues, as token ids."""
     generator = torch.Generator().manual_seed(seed)
-    return archer.fresh_utterances(actor, dialogues, small(**changes), generator)
+    return archer.flat(archer.with_fresh(dialogues, actor, small(**changes), generator), "fresh")
+
+
+def write(actor, rows, starts, args, generator, greedy=False):
+    """`generate` for rows that nobody has read."""
+    rows = dict(enumerate(rows))
+    return archer.generate(archer.Memory(actor, rows), rows, starts, args, generator, greedy)
 
 
 # ---------------------------------------------------------------- what the tests compute themselves
@@ -317,23 +337,16 @@ def test_E1_td_target(numbers):
             assert target[n, twin].item() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("expectile", [0.5, 0.8])
-def test_E2_E6_value_loss(numbers, expectile):
-    """Summed over the twins, mean over the rest; half the square at 0.5, which is the default."""
+def test_E2_value_loss(numbers):
+    """Summed over the twins, mean over the rest; V tends to the mean of Q."""
     v, q, total = numbers[1], numbers[0], 0.0
     for n in range(5):
         for twin in range(2):
-            gap = q[n, twin].item() - v[n, twin].item()
-            total += (expectile if gap > 0 else 1 - expectile) * gap**2
-    assert archer.value_loss(v, q, expectile).item() == pytest.approx(total / 5, rel=1e-7)
-    assert archer.value_loss(v, q) == archer.value_loss(v, q, 0.5)
-
-
-def test_E6_pulls_v_above_the_mean():
-    """The minimiser of the expectile 0.9 of {0, 1} is 0.9; a swapped sign would give 0.1."""
-    grid, ends = torch.linspace(0, 1, 1001), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
-    losses = [archer.value_loss(v.expand(2, 2), ends, 0.9).item() for v in grid]
-    assert grid[int(np.argmin(losses))].item() == pytest.approx(0.9, abs=2e-3)
+            total += (q[n, twin].item() - v[n, twin].item()) ** 2
+    assert archer.value_loss(v, q).item() == pytest.approx(total / 5, rel=1e-7)
+    grid, some = torch.linspace(0, 1, 1001), torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    losses = [archer.value_loss(v.expand(3, 2), some).item() for v in grid]
+    assert grid[int(np.argmin(losses))].item() == pytest.approx(1 / 3, abs=2e-3)
 
 
 def test_mc_returns():
@@ -468,6 +481,7 @@ def test_packed_columns_are_those_of_a_loop_over_utterances(tokenizer, forks):
     """A token sees those whose path it continues, and no other, and stands where the path is so long."""
     rows, spans, _ = archer.lay_out(DIALOGUES, tokenizer)
     packed = archer.pack(DIALOGUES, tokenizer, forks)
+    ids_BT, position_BT, visible_BTT = packed.inputs
     kept = list(map(len, rows))
     paths = {(b, c): list(range(c + 1)) for b, row in enumerate(rows) for c in range(len(row))}
     owner, before_it, column = [], [], []
@@ -477,17 +491,17 @@ def test_packed_columns_are_those_of_a_loop_over_utterances(tokenizer, forks):
         if forks is not None:
             kept[b] += len(said)  # the next fork stands behind it
             paths |= {(b, c): [*range(start), *own[: i + 1]] for i, c in enumerate(own)}
-        assert packed.ids_BT[b, own].tolist() == said
+        assert ids_BT[b, own].tolist() == said
         assert (packed.row_N[n], packed.state_N[n], packed.end_N[n]) == (b, start - 1, own[-1])
         owner += [n] * len(own)
         before_it += [start - 1, *own[:-1]]
         column += own
     assert packed.owner_M.tolist() == owner and packed.column_M.tolist() == column
     assert packed.before_M.tolist() == before_it
-    assert packed.ids_BT.shape == (3, max(kept)) and [span.row for span in spans] == [0, 0, 1, 2]
+    assert ids_BT.shape == (3, max(kept)) and [span.row for span in spans] == [0, 0, 1, 2]
     for (b, c), sees in paths.items():
-        assert packed.visible_BTT[b, c].nonzero().flatten().tolist() == sees
-        assert packed.position_BT[b, c] == len(sees) - 1
+        assert visible_BTT[b, c].nonzero().flatten().tolist() == sees
+        assert position_BT[b, c] == len(sees) - 1
 
 
 def test_visibility_is_that_of_the_example_in_the_text_of_pack():
@@ -545,7 +559,7 @@ def heard(monkeypatch) -> list[dict]:
 
 
 @TEMPERATURES
-@pytest.mark.parametrize("world", ["toy", "forgetful-toy", "twenty-questions-subset"])
+@pytest.mark.parametrize("world", ["toy", "forgetful-toy", "still-toy", "twenty-questions-subset"])
 def test_sampled_logp_is_the_plain_logp(actor, tokenizer, world, temperature, monkeypatch):
     """The nll that `rollout` reports = that of the same tokens behind the dialogue so far, alone and
     unpadded.
@@ -558,8 +572,12 @@ def test_sampled_logp_is_the_plain_logp(actor, tokenizer, world, temperature, mo
     said, expected = [], []
     for turn, call in enumerate(calls):
         alive = [d for d in played if len(d["actions"]) > turn]
-        for d, row, start, ids in zip(alive, call["rows"], call["starts"], call["utterances"], strict=True):
-            assert row == before(d, turn, tokenizer, world != "forgetful-toy") and start == [len(row)]
+        for d, row, start, ids in zip(
+            alive, call["rows"].values(), call["starts"], call["utterances"], strict=True
+        ):
+            assert row == before(
+                d, turn, tokenizer, world in ("toy", "twenty-questions-subset")
+            ) and start == [len(row)]
             expected.append(-sum(plain_logps(actor, row, ids, temperature)))
             said.append((tokenizer.decode(ids, skip_special_tokens=True), d["actions"][turn]))
     assert nll == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -595,16 +613,20 @@ def test_fresh_utterances_and_score_are_the_plain_logp(actor, tokenizer, world, 
         assert logp_M[owner_M == n].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_more_rows_than_are_read_at_once(actor, tokenizer, monkeypatch):
-    """All of them in their order, and of none more than its states."""
+def test_more_dialogues_than_are_read_at_once(actor, tokenizer, monkeypatch):
+    """All of them in their order, each with as many utterances as it has states; they stay as they are."""
     played = Toy().demonstrations(8, seed=0) * 25
-    calls = heard(monkeypatch)
-    fresh = fresh_for(played, actor, max_action_tokens=1)
+    before_it, calls = copy.deepcopy(played), heard(monkeypatch)
+    args = small(max_action_tokens=1)
+    written = archer.with_fresh(played, actor, args, torch.Generator().manual_seed(5))
+    assert played == before_it and [d["observations"] for d in written] == [d["observations"] for d in played]
+    assert [len(d["fresh"]) for d in written] == [len(d["actions"]) for d in played]
     rows, spans, _ = archer.lay_out(played, tokenizer)
-    assert len(calls) > 1 and max(len(archer.flat([call], "utterances")) for call in calls) < 600
-    assert archer.flat(calls, "rows") == rows and archer.flat(calls, "utterances") == fresh
+    assert len(calls) > 1 and max(len(call["utterances"]) for call in calls) < 600
+    assert [row for call in calls for row in call["rows"].values()] == rows
+    assert archer.flat(calls, "utterances") == archer.flat(written, "fresh")
     starts = [start for call in calls for own in call["starts"] for start in own]
-    assert starts == [span.start for span in spans] and len(fresh) == len(spans)
+    assert starts == [span.start for span in spans]
 
 
 @BOTH
@@ -637,7 +659,7 @@ def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([row])).logits[0, -1].double() / 0.7).softmax(-1)
     rows, starts = [row] * (N // 10), [[len(row)] * 10] * (N // 10)
-    written, _ = archer.generate(actor, rows, starts, args, torch.Generator().manual_seed(1))
+    written, _ = write(actor, rows, starts, args, torch.Generator().manual_seed(1))
     assert chi_square(torch.tensor(written).flatten(), p) < 4
 
 
@@ -692,7 +714,7 @@ def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
     rows = [archer.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
     starts = [[len(row) - 1, len(row)] for row in rows]
     generator = torch.Generator().manual_seed(7)
-    utterances, logps = archer.generate(actor, rows, starts, small(), generator, greedy=True)
+    utterances, logps = write(actor, rows, starts, small(), generator, greedy=True)
     contexts = [rows[0][:-1], rows[0], rows[1][:-1], rows[1]]
     for ids, logp, context in zip(utterances, logps, contexts, strict=True):
         assert logp == pytest.approx(sum(plain_logps(actor, context, ids)), abs=1e-4)
@@ -734,6 +756,97 @@ def test_the_sampler_in_bfloat16_is_the_scorer_in_bfloat16(actor, monkeypatch):
     scored = torch.zeros(len(fresh)).index_add(0, owner_M, logp_M)
     (call,) = calls
     assert (scored - torch.tensor(call["logps"])).abs().mean() < 0.1
+
+
+# ------------------------------------------------------------ what is kept in memory from turn to turn
+def both_ways(monkeypatch, world, actor, n=8, **changes):
+    """The same dialogues twice: with a memory, and with every row read whole in every turn.
+
+    Of each the dialogues, their nll, and how many tokens a row the model was given.
+    """
+    generate, masked_states, read = archer.generate, archer.masked_states, []
+
+    def forgets(memory, rows, *given):
+        return generate(archer.Memory(memory.actor, rows), rows, *given)
+
+    def listen(body, ids_BT, *given):
+        read.append(ids_BT.shape[1])
+        return masked_states(body, ids_BT, *given)
+
+    found = []
+    monkeypatch.setattr(archer, "masked_states", listen)
+    for own in (generate, forgets):
+        monkeypatch.setattr(archer, "generate", own)
+        read.clear()
+        found.append((*play(world, actor, n=n, **changes), sum(read)))
+    return found
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("world", ["toy", "forgetful-toy", "still-toy", "twenty-questions-subset"])
+def test_a_memory_changes_no_dialogue(actor, world, greedy, monkeypatch):
+    """To the token, and in log-probs: of worlds that add text, that write it anew, that say the same again.
+
+    Where text is added it has read less; dialogues end at different turns, so that rows leave it.
+    """
+    (kept, nll, read), (whole, whole_nll, whole_read) = both_ways(monkeypatch, world, actor, greedy=greedy)
+    assert kept == whole and nll == pytest.approx(whole_nll, abs=1e-5)
+    grows = world in ("toy", "twenty-questions-subset")
+    assert (read < 0.8 * whole_read) if grows else (read == whole_read)
+    assert world == "twenty-questions-subset" or len({len(d["actions"]) for d in kept}) == 4
+
+
+def test_a_memory_changes_nothing_where_every_utterance_is_one_token(actor, monkeypatch):
+    """Then nothing was written into it that it would have to forget."""
+    kept, whole = both_ways(monkeypatch, "toy", actor, max_action_tokens=1)
+    assert kept[0] == whole[0] and kept[1] == pytest.approx(whole[1], abs=1e-5)
+
+
+def test_a_memory_changes_nothing_where_dialogues_are_cut(folders, monkeypatch):
+    """Some of them, and not all in the same turn: a context of 150 tokens, learned positions."""
+    actor = runs.load(AutoModelForCausalLM, folders["SHORT"], small())
+    kept, whole = both_ways(monkeypatch, "twenty-questions-subset", actor)
+    assert kept[0] == whole[0] and kept[1] == pytest.approx(whole[1], abs=1e-5)
+    assert len({len(d["actions"]) for d in kept[0] if d["cut"]}) > 1
+
+
+def test_a_memory_reads_what_is_new(actor, tokenizer, monkeypatch):
+    """Rows that grow, by different numbers of tokens; that are written anew, longer or shorter; that stay as
+    they are; that leave. And it forgets what was written behind them, and is right with learned positions.
+    """
+    read = {text: archer.encode(tokenizer, text) for text in ("red: ", "blue: ", " ant no\ngreen: ", "cow")}
+    red, blue, grown, cow = read.values()
+    turns = [  # of each row, and how many of its tokens were read before
+        {"a": (red, 0), "b": (blue + cow, 0), "c": (red + cow, 0), "d": (cow, 0)},
+        {
+            "a": (red + grown, len(red)),
+            "b": (blue + cow + red, len(blue + cow)),
+            "d": (red + grown + blue, 0),
+        },
+        {
+            "a": (red + grown, 0),
+            "b": (blue + cow, 0),
+            "d": (red + grown + blue + cow, len(red + grown + blue)),
+        },
+        {"b": (blue + cow + cow, len(blue + cow)), "d": (blue + cow, 0)},
+        {"d": (blue + cow + red, len(blue + cow))},
+    ]
+    memory, generator, seen = archer.Memory(actor, "abcd"), torch.Generator().manual_seed(0), []
+    real = memory.read
+    monkeypatch.setattr(memory, "read", lambda *given: seen.append(real(*given)) or seen[-1])
+    for turn in turns:
+        rows = {name: row for name, (row, _) in turn.items()}
+        starts = [[len(row)] for row in rows.values()]
+        utterances, logps = archer.generate(memory, rows, starts, small(), generator)
+        hidden_BTH, position_BT = seen.pop()
+        assert hidden_BTH.shape[1] == max(len(row) - known for row, known in turn.values())
+        for b, (row, known) in enumerate(turn.values()):
+            own = slice(len(row) - known)
+            with torch.no_grad():
+                whole_TH = actor.base_model(input_ids=torch.tensor([row])).last_hidden_state[0]
+            assert position_BT[b, own].tolist() == list(range(known, len(row)))
+            assert torch.allclose(hidden_BTH[b, own], whole_TH[known:], atol=1e-4)
+            assert logps[b] == pytest.approx(sum(plain_logps(actor, row, utterances[b])), abs=1e-4)
 
 
 # -------------------------------------------------------------------- a batch is no more than its parts
@@ -853,7 +966,7 @@ def test_critic_reads_what_it_should(actor, world, kind, folders):
                 v_H, a_H = (body(input_ids=ids).last_hidden_state[0, 0] for ids in texts)
                 q_H = torch.cat([v_H, a_H])
             v, q = (
-                torch.cat([twins.first(x), twins.second(x)])
+                torch.cat([twins[0](x), twins[1](x)])
                 for twins, x in ((critic.v_heads, v_H), (critic.q_heads, q_H))
             )
             assert torch.allclose(v_N2[n], v, atol=1e-4) and torch.allclose(q_N2[n], q, atol=1e-4)
@@ -868,17 +981,24 @@ def test_an_encoder_cuts_the_beginning_of_a_text_that_is_too_long(folders, actor
     assert torch.allclose(cls[0], cls[1], atol=1e-5) and not torch.allclose(cls[0], cls[2], atol=1e-4)
 
 
-def with_rewards(dialogues):
+def as_drawn(dialogue, texts, tokenizer):
+    """A dialogue with texts for the a ~ pi of E2, one for each of its states, as `with_fresh` adds them."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return dialogue | {"fresh": [archer.encode(tokenizer, text) + end for text in texts]}
+
+
+def with_rewards(dialogues, tokenizer):
     """Rewards that differ, as those of a toy are mostly zero; and fresh utterances of their own."""
+    found = []
     for n, d in enumerate(dialogues):
-        d["rewards"] = [0.3 * n - k for k in range(len(d["actions"]))]
-        d["fresh"] = [WORDS[(n + k) % 4] for k in range(len(d["actions"]))]
-    return dialogues
+        turns = range(len(d["actions"]))
+        rewards = {"rewards": [0.3 * n - k for k in turns]}
+        found.append(as_drawn(d | rewards, [WORDS[(n + k) % 4] for k in turns], tokenizer))
+    return found
 
 
-@pytest.mark.parametrize("loss", ["td", "mc", "iql"])
 @BOTH
-def test_critic_update_is_E1_and_E2(actor, world, loss):
+def test_critic_update_is_E1_and_E2(actor, tokenizer, world):
     """Its losses against a loop over single utterances: who bootstraps, from which state, with which
     utterance.
 
@@ -886,9 +1006,9 @@ def test_critic_update_is_E1_and_E2(actor, world, loss):
     dialogues are mixed up, when V learns from the wrong utterance, or when the target does not stand in for
     it.
     """
-    played = with_rewards(play(world, actor, n=4)[0])  # tasks 0 and 2 terminate, 1 and 3 are cut off
+    played = with_rewards(play(world, actor, n=4)[0], tokenizer)  # tasks 0 and 2 terminate, 1 and 3 are cut
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
-    args = small(gamma=0.8, critic_loss=loss, expectile=0.7, polyak=0.0)
+    args = small(gamma=0.8, polyak=0.0)
     q_terms, v_terms, errors, all_returns = [], [], [], []
     for d in played:
         n = len(d["actions"])
@@ -896,12 +1016,9 @@ def test_critic_update_is_E1_and_E2(actor, world, loss):
         for k in range(n):
             v, q = value_alone(critic, d, k, d["actions"][k])
             next_v = value_alone(target, d, k + 1, "")[0] if k < n - 1 else 0.0
-            goal = returns[k] if loss == "mc" else d["rewards"][k] + 0.8 * next_v
-            q_terms.append(((q - goal) ** 2).mean().item())
-            said = d["fresh"][k] if loss == "td" else d["actions"][k]
-            gap = (returns[k] if loss == "mc" else value_alone(target, d, k, said)[1]) - v
-            share = 0.7 if loss == "iql" else 0.5
-            v_terms.append(sum((share if g > 0 else 1 - share) * g.item() ** 2 for g in gap))
+            q_terms.append(((q - d["rewards"][k] - 0.8 * next_v) ** 2).mean().item())
+            gap = value_alone(target, d, k, archer.spoken(tokenizer, d["fresh"][k]))[1] - v
+            v_terms.append((gap**2).sum().item())
             errors.append(v.mean().item() - returns[k])
             all_returns.append(returns[k])
     metrics = archer.critic_update(critic, target, still(critic), played, args)
@@ -912,20 +1029,45 @@ def test_critic_update_is_E1_and_E2(actor, world, loss):
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-3)
 
 
+def test_the_critic_hears_the_text_of_an_utterance(actor, tokenizer):
+    """Not its tokens: what stands behind the first line, and the blanks around it, the world never hears."""
+    played = with_rewards(play("toy", actor, n=4)[0], tokenizer)
+    critic, targets = critic_of(actor), []
+    for text in (" bee \nno", "bee"):
+        dialogues = [as_drawn(d, [text] * len(d["actions"]), tokenizer) for d in played]
+        with torch.no_grad():
+            targets.append(archer.critic_targets(critic, dialogues, 0.9)[1])
+    assert torch.equal(*targets)
+
+
+@pytest.mark.xfail(strict=True, reason="critic_targets decodes the actor's tokens by the critic's tokenizer")
+def test_a_critic_with_a_tokenizer_of_its_own_hears_the_actors_words(folders, tmp_path, monkeypatch):
+    spy, heard, forward = Spy(monkeypatch), [], archer.Critic.forward
+
+    def listen(self, dialogues, texts=None):
+        heard.append([] if texts is None else list(texts))
+        return forward(self, dialogues, texts)
+
+    monkeypatch.setattr(archer.Critic, "forward", listen)
+    go(tmp_path, folders, critic=folders["BERT"], iterations=1)
+    own = AutoTokenizer.from_pretrained(folders["LLAMA"])
+    written = {archer.spoken(own, ids) for c in spy.of("generate") for ids in c["result"][0]}
+    assert any(heard) and all(set(texts) <= written for texts in heard)
+
+
 def test_of_returns_that_are_all_alike_nothing_is_explained(actor):
     """The share of no variance is no number, which the log shows as such; it was minus many millions."""
-    played = [d | {"rewards": [0.0] * len(d["actions"])} for d in play("toy", actor, n=4)[0]]
+    played = with_rewards(play("toy", actor, n=4)[0], actor.tokenizer)
+    played = [d | {"rewards": [0.0] * len(d["actions"])} for d in played]
     critic = critic_of(actor)
-    metrics = archer.critic_update(
-        critic, copy.deepcopy(critic), still(critic), played, small(critic_loss="mc")
-    )
+    metrics = archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, small())
     assert math.isnan(metrics.pop("critic/explained_variance"))
     assert all(math.isfinite(figure) for figure in metrics.values())
 
 
 def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
     """The gradient goes into the critic only; then the target makes its Polyak step."""
-    played = with_rewards(play("toy", actor, n=4)[0])
+    played = with_rewards(play("toy", actor, n=4)[0], actor.tokenizer)
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
     old, fixed = copy.deepcopy(target), copy.deepcopy(critic)
     optimizer = torch.optim.SGD(critic.parameters(), lr=1e-2)
@@ -938,7 +1080,7 @@ def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
 
 def test_updates_warn_of_nothing(actor):
     """What a run prints on stderr is for errors."""
-    played, baseline = with_rewards(play("toy", actor, n=4)[0]), archer.mlp(32, 32, 0.3)
+    played, baseline = with_rewards(play("toy", actor, n=4)[0], actor.tokenizer), archer.mlp(32, 32, 0.3)
     critic, ref_model, args = critic_of(actor), copy.deepcopy(actor), small()
     torch.set_warn_always(True)  # not in the first test of a process only
     try:
@@ -961,15 +1103,15 @@ def test_D4_a_new_critic_says_the_value_that_it_is_given(actor, folders):
         assert (v_N2 + 40).abs().max() < 3 and (q_N2 + 40).abs().max() < 3
 
 
-def test_twins_are_two_networks_side_by_side():
+def test_twins_are_networks_side_by_side():
     torch.manual_seed(0)
-    twins, x = archer.Twins(3, 8, -7.0), torch.randn(5, 3)
+    twins, x = archer.Twins(archer.mlp(3, 8, -7.0) for _ in range(2)), torch.randn(5, 3)
     y_52 = twins(x)
-    assert torch.equal(y_52, torch.stack([twins.first(x)[:, 0], twins.second(x)[:, 0]], -1))
+    assert torch.equal(y_52, torch.stack([twins[0](x)[:, 0], twins[1](x)[:, 0]], -1))
     assert not torch.allclose(y_52[:, 0], y_52[:, 1], atol=1e-3) and (y_52 + 7).abs().max() < 2
     y_52[:, 1].sum().backward()
-    assert gradient(twins.first).norm() == 0 < gradient(twins.second).norm()
-    assert [layer.bias[0].item() for layer in (twins.first[-1], twins.second[-1])] == [-7.0, -7.0]
+    assert gradient(twins[0]).norm() == 0 < gradient(twins[1]).norm()
+    assert [network[-1].bias[0].item() for network in twins] == [-7.0, -7.0]
 
 
 CHANGES = [
@@ -1008,16 +1150,16 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
             (x(input_ids=tokens).logits[0, at] / args.temperature).log_softmax(-1) for x in (twin, ref_model)
         )
         hidden = twin.base_model(input_ids=tokens).last_hidden_state[0, at]
-        b = baseline(hidden.detach())[:, 0] * args.baseline
-        loss = loss - (logp[range(len(ids)), ids] * (weight - b.detach())).sum() / N
+        b = baseline(hidden.detach())[:, 0]
+        paid = weight - b.detach() if args.baseline else weight
+        loss = loss - (logp[range(len(ids)), ids] * paid).sum() / N
         kl = kl + (logp.exp() * (logp - ref_logp.detach())).sum() / N
         entropy -= (logp.exp() * logp).sum().item() / N
         fit = fit + ((weight - b) ** 2).mean() / N
     (loss + args.kl * kl).backward()
-    expected, twin_baseline = gradient(twin), copy.deepcopy(baseline)
-    if args.baseline:
-        fit.backward()
-        twin_baseline = torch.cat([p.grad.flatten() for p in baseline.parameters()])
+    expected = gradient(twin)
+    fit.backward()
+    expected_baseline = gradient(baseline)
 
     generator = torch.Generator().manual_seed(9)
     options = (still(actor, baseline), played, args, generator)
@@ -1027,14 +1169,12 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
     assert metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-4)
     assert metrics["actor/advantage_mean"] == pytest.approx(np.mean(advantage), abs=1e-5)
     assert metrics["actor/advantage_std"] == pytest.approx(np.std(advantage, ddof=1), rel=1e-3)
-    assert metrics["actor/baseline_loss"] == pytest.approx(fit.item() if args.baseline else 0.0, rel=1e-4)
+    assert metrics["actor/baseline_loss"] == pytest.approx(fit.item(), rel=1e-4)
     assert (gradient(actor) - expected).norm() < 1e-3 * expected.norm()
     assert metrics["actor/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-3)
     assert gradient(critic).norm() == 0 and gradient(ref_model).norm() == 0
-    if args.baseline:
-        assert torch.allclose(gradient(baseline), twin_baseline, rtol=1e-3, atol=1e-5)
-    else:
-        assert gradient(baseline).norm() == 0
+    assert torch.allclose(gradient(baseline), expected_baseline, rtol=1e-3, atol=1e-5)
+    assert gradient(baseline).norm() > 0, "it learns without --baseline, too"
 
 
 def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, tokenizer, monkeypatch):
@@ -1043,7 +1183,9 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
     played, outputs = Toy().demonstrations(4, seed=1), []
     end = [tokenizer.eos_token_id]
     fresh = [archer.encode(tokenizer, action) + end for d in played for action in d["actions"]]
-    monkeypatch.setattr(archer, "fresh_utterances", lambda *_: fresh)
+    said = iter(fresh)
+    written = [d | {"fresh": [next(said) for _ in d["actions"]]} for d in played]
+    monkeypatch.setattr(archer, "with_fresh", lambda *_: written)
 
     def keep(module, inputs, output):
         output.last_hidden_state.retain_grad()
@@ -1063,23 +1205,21 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
 def test_1x8_is_8x1(actor, monkeypatch):
     """Losses are means over utterances: a batch has the utterance-weighted mean loss and gradient of its
     parts."""
-    played = with_rewards(play("toy", actor, n=8)[0])
-    fresh = fresh_for(played, actor)
-    first = np.cumsum([0, *(len(d["actions"]) for d in played)])
+    played = with_rewards(play("toy", actor, n=8)[0], actor.tokenizer)
+    written = archer.with_fresh(played, actor, small(), torch.Generator().manual_seed(5))
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
     ref_model, baseline = copy.deepcopy(actor), archer.mlp(32, 32, 0.3)
     args = small(center=False, max_grad_norm=1e9, polyak=0.0)  # the mean of D3 is one of the batch
 
     def results(which):
-        said = [ids for i in which for ids in fresh[first[i] : first[i + 1]]]
-        monkeypatch.setattr(archer, "fresh_utterances", lambda *_: said)
+        monkeypatch.setattr(archer, "with_fresh", lambda *_: [written[i] for i in which])
         part, optimizer = [played[i] for i in which], still(actor, baseline)
         a = archer.actor_update(actor, ref_model, critic, baseline, optimizer, part, args, None)
         c = archer.critic_update(critic, target, still(critic), part, args)
         figures = [a["actor/loss"], a["actor/kl"], c["critic/q_loss"], c["critic/v_loss"]]
         return torch.cat([torch.tensor(figures), gradient(actor), gradient(critic)])
 
-    parts = sum(len(played[i]["actions"]) / first[-1] * results([i]) for i in range(8))
+    parts = sum(len(d["actions"]) * results([i]) for i, d in enumerate(played)) / len(states(played))
     whole = results(range(8))
     assert (whole - parts).norm() < 1e-4 * whole.norm()
 
@@ -1105,7 +1245,7 @@ def test_gradients_are_clipped_and_nan_is_an_error():
 def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
     right = getattr(archer, loss)
     monkeypatch.setattr(archer, loss, lambda *given: right(*given) * math.nan)
-    played, critic = with_rewards(play("toy", actor, n=2)[0]), critic_of(actor)
+    played, critic = with_rewards(play("toy", actor, n=2)[0], actor.tokenizer), critic_of(actor)
     baseline = archer.mlp(32, 32, 0.0)
     who = "critic" if loss == "value_loss" else "actor"
     with pytest.raises(ArithmeticError, match=f"the {who} diverged .*nan"):
@@ -1118,7 +1258,7 @@ def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
 class Spy:
     """What every part of a run was given and gave back, in the order of the calls."""
 
-    NAMES = ("rollout", "generate", "fresh_utterances", "score", "critic_update", "actor_update", "evaluate")
+    NAMES = ("rollout", "generate", "with_fresh", "score", "critic_update", "actor_update", "evaluate")
 
     def __init__(self, patch):
         self.calls, self.open = [], []
@@ -1151,7 +1291,7 @@ class Spy:
         state = {key: copy.deepcopy(given[key].state_dict()) for key in models.get(name, ())}
         if name == "actor_update":
             state["lr"] = given["optimizer"].param_groups[0]["lr"]
-        if name == "fresh_utterances":
+        if name == "with_fresh":
             state["generator"] = given["generator"].get_state()
         return state
 
@@ -1165,7 +1305,7 @@ class Spy:
 
     def pools(self):
         """Of each iteration, the call that writes the utterances of E2."""
-        return [call for call in self.of("fresh_utterances") if "actor_update" not in call["within"]]
+        return [call for call in self.of("with_fresh") if "actor_update" not in call["within"]]
 
     def of(self, name, within=None):
         return [c for c in self.calls if c["name"] == name and (within is None or within in c["within"])]
@@ -1245,11 +1385,13 @@ def test_the_utterances_of_E2_belong_to_their_dialogues(spied):
     actor = spied.of("actor_update")[0]["given"]["actor"]
     for n, pool in enumerate(spied.pools(), start=1):
         assert pool["given"]["actor"] is actor
-        texts = iter([archer.spoken(actor.tokenizer, ids) for ids in pool["result"]])
+        said = [ids for c in pool["inside"] if c["name"] == "generate" for ids in c["result"][0]]
+        texts = iter([archer.spoken(actor.tokenizer, ids) for ids in said])
         pairs = {(which(d), tuple(next(texts) for _ in d["actions"])) for d in pool["given"]["dialogues"]}
         updates = [c for c in spied.of("critic_update") if c["iteration"] == n]
         learned = [d for c in updates for d in c["given"]["dialogues"]]
-        assert {(which(d), tuple(d["fresh"])) for d in learned} <= pairs
+        heard = [tuple(archer.spoken(actor.tokenizer, ids) for ids in d["fresh"]) for d in learned]
+        assert set(zip(map(which, learned), heard, strict=True)) <= pairs
         assert len({text for _, own in pairs for text in own}) > 50, "texts differ, or this would say nothing"
 
 
@@ -1289,19 +1431,20 @@ def test_every_actor_update_has_utterances_of_its_own(spied):
     for call in spied.of("actor_update"):
         given = call["given"]
         assert given["critic"] is critic
-        (fresh,) = [c for c in call["inside"] if c["name"] == "fresh_utterances"]
+        (fresh,) = [c for c in call["inside"] if c["name"] == "with_fresh"]
         assert fresh["given"]["actor"] is given["actor"]
         assert fresh["given"]["dialogues"] is given["dialogues"]
         generators.append(fresh["state"]["generator"].numpy().tobytes())
         scored = [c["given"] for c in call["inside"] if c["name"] == "score"]
         assert {id(c["actor"]) for c in scored} == {id(given["actor"]), id(given["ref_model"])}
-        assert all(c["utterances"] is fresh["result"] for c in scored)
+        assert all(c["utterances"] == archer.flat(fresh["result"], "fresh") for c in scored)
+        assert all(c["dialogues"] is fresh["result"] for c in scored)
     assert len(set(generators)) == len(generators) == 9
 
 
 def test_fresh_utterances_are_sampled(spied, actor):
     """As the world hears them: not greedy ones, neither for E2 nor for E3."""
-    assert not any(call["given"]["greedy"] for call in spied.of("generate", within="fresh_utterances"))
+    assert not any(call["given"]["greedy"] for call in spied.of("generate", within="with_fresh"))
     (d, *_), _ = play("toy", actor)
     assert len({tuple(ids) for ids in fresh_for([d] * 40, actor)[::2]}) > 10
 
@@ -1340,7 +1483,7 @@ def test_the_figures_of_greedy_and_sampled_dialogues_are_not_exchanged(folders, 
     assert (lines_of(run)[-1]["eval/return"], lines_of(run)[-1]["eval/return_greedy"]) == (5, 7)
 
 
-@pytest.mark.parametrize(("episodes", "sizes"), [(3, [3, 3]), (8, [8, 4])])
+@pytest.mark.parametrize(("episodes", "sizes"), [(1, [1, 1]), (3, [3, 3]), (8, [8, 4])])
 def test_an_evaluation_is_no_larger_than_asked_for_and_repeats_itself(actor, monkeypatch, episodes, sizes):
     """Whole passes over the tasks, sampled and greedy; of a world with more tasks the first ones."""
     spy = Spy(monkeypatch)
@@ -1374,11 +1517,10 @@ def test_D4_is_the_mean_discounted_return_of_the_first_dialogues(folders, tmp_pa
 def test_the_buffer_forgets_the_oldest(folders, tmp_path, monkeypatch):
     """What is left is the end of what was played, and no more than the buffer may hold."""
     spy = Spy(monkeypatch)
-    run, _ = go(tmp_path, folders, iterations=3, buffer_size=20)
+    run, _ = go(tmp_path, folders, iterations=3, buffer_size=10)
     played = [d for call in spy.own_rollouts() for d in call["result"][0]]
     kept = state_of(run)["state"]["replay_buffer"]
-    assert 0 < len(kept) < len(played) == 16 and kept == played[-len(kept) :]
-    assert len(states(kept)) <= 20 < len(states(played[-len(kept) - 1 :]))
+    assert len(played) == 16 and kept == played[-10:]
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -1412,9 +1554,9 @@ def finished(tmp_path_factory, folders):
 
 ONE = {"rollouts": 1, "eval_episodes": 1, "critic_pool": 1, "critic_batch": 1, "actor_batch": 1}
 SWITCHES = [
-    {"baseline": True, "center": False, "dtype": "bfloat16"},
-    {"critic_loss": "iql", "anneal_lr": False},
-    {"critic_loss": "mc", "kl": 0.0, "temperature": 0.7, "actor": "CHAT", "env": "twenty-questions-subset"},
+    {"baseline": True, "center": False, "dtype": "bfloat16", "anneal_lr": False},
+    {"env": "still-toy"},
+    {"kl": 0.0, "temperature": 0.7, "actor": "CHAT", "env": "twenty-questions-subset"},
     {"actor": "GPT2", "critic": "BERT", "env": "forgetful-toy", "max_action_tokens": 1, "warmup": 1},
     {"env": "mini-detective", **ONE},
     {"env": "webshop", "actor": "CHAT", **ONE},
@@ -1432,8 +1574,7 @@ def test_every_switch_runs(tmp_path, folders, changes):
     _, *rows = lines_of(run)
     assert [row.pop("iteration") for row in rows] == [1, 2] and math.isfinite(summary["eval_return"])
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
-    assert (rows[-1]["actor/baseline_loss"] > 0) == changes.get("baseline", False)
-    assert (state_of(run)["modules"]["baseline"]["4.bias"].item() != 0) == changes.get("baseline", False)
+    assert rows[-1]["actor/baseline_loss"] > 0 and state_of(run)["modules"]["baseline"]["4.bias"].item() != 0
     assert ("actor/loss" in rows[0]) == (changes.get("warmup", 0) == 0) and "actor/loss" in rows[1]
 
 
@@ -1558,7 +1699,7 @@ def test_a_dialogue_is_cut_where_the_next_utterance_might_not_fit(folders):
 # ------------------------------------------------------------------------ stopped, killed, gone on with
 CASES = [
     {"critic": "BERT", "baseline": True},
-    {"env": "forgetful-toy", "buffer_size": 20, "critic": "GPT2"},
+    {"env": "forgetful-toy", "buffer_size": 6, "critic": "GPT2"},
 ]
 
 
@@ -1663,7 +1804,7 @@ def test_misuse_is_one_line_and_leaves_nothing_behind(tmp_path, flag):
 
 
 def test_no_episodes_to_evaluate_are_an_error_with_a_sentence(actor):
-    with pytest.raises(ValueError, match="--eval-episodes 0: it must be at least 1"):
+    with pytest.raises(ValueError, match=r"^0 worlds: at least one must be played$"):
         archer.evaluate(actor, small(eval_episodes=0))
 
 
@@ -1699,7 +1840,7 @@ def test_a_real_model_is_actor_and_critic_in_its_chat_template(tmp_path, smollm,
     for call in scored:
         assert len(call["utterances"]) == sum(map(len, call["starts"])) == len(states(call["dialogues"]))
         assert call["logps"] == pytest.approx(call["scored"], abs=1e-4)
-        for d, row in zip(call["dialogues"], call["rows"], strict=True):
+        for d, row in zip(call["dialogues"], call["rows"].values(), strict=True):
             asked = [d["observations"][0], *envs.replies(d["observations"], d["actions"])]
             turns = zip(asked, d["actions"], strict=False)
             pairs = [pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=True)]

@@ -335,7 +335,7 @@ def test_D4_a_new_critic_says_the_mean_return_of_the_data(tmp_path, monkeypatch)
     class Listening(offline.Critic):
         def __init__(self, body, value, dtype):
             super().__init__(body, value, dtype)
-            heads = [self.v_heads.first, self.v_heads.second, self.q_heads.first, self.q_heads.second]
+            heads = [*self.v_heads, *self.q_heads]
             made.append((value, [head[-1].bias.item() for head in heads]))
 
     monkeypatch.setattr(offline, "Critic", Listening)
@@ -354,7 +354,7 @@ def test_actor_update_is_the_loop(actor, data, loss, monkeypatch):
     """Each loss of Table 1, E3 or E7, token by token, end of turn included; its gradient reaches only the
     actor."""
     critic, args = make_critic(actor, 1), small(**{"beta": 2.0, "max_weight": 1.5} | LOSSES[loss])
-    drawn = spy(monkeypatch, "generate")
+    drawn = spy(monkeypatch, "write_utterances")
     metrics = offline.actor_update(actor, critic, still(actor), data, args, torch.Generator().manual_seed(0))
     assert len(drawn) == (1 if "reinforce" in loss else 0), "only REINFORCE asks the actor"
 
@@ -742,10 +742,10 @@ def test_a_real_model_learns_in_its_chat_template(tmp_path, smollm, monkeypatch)
     """SmolLM2-135M-Instruct, an iteration on games of three questions, E3 and imitation; then what was saved,
     by transformers alone.
 
-    The same utterances have the same log-probs in `generate` and in `score`.
+    The same utterances have the same log-probs in `write_utterances` and in `score`.
     """
     monkeypatch.setattr("envs.worlds.twenty_questions.TwentyQuestions.max_turns", 3)
-    written, scored = spy(monkeypatch, "generate"), spy(monkeypatch, "score")
+    written, scored = spy(monkeypatch, "write_utterances"), spy(monkeypatch, "score")
     sizes = {"iterations": 1, "dataset_size": 4, "eval_episodes": 1, "max_action_tokens": 8}
     sizes |= {"critic_updates": 1, "actor_updates": 1, "batch": 2}
     losses = LOSSES["reinforce-bc"] | {"actor_lr": 1e-5, "critic_lr": 1e-5}

@@ -65,9 +65,10 @@ def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
     actor = runs.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
     written = []
 
-    def generate(actor, rows, starts, args, generator, greedy=False):
+    def generate(memory, rows, starts, args, generator, greedy=False):
         """A guess in two of three tries, the worlds not in step; the last world knows nothing else."""
-        assert starts == [[len(row)] for row in rows] and args.temperature == 0.5
+        assert starts == [[len(row)] for row in rows.values()] and args.temperature == 0.5
+        assert memory.actor is actor and list(memory.rows) == list(rows)
         texts = []
         for b in range(len(rows)):
             written.append(b)
@@ -88,12 +89,47 @@ def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
     assert all(d["actions"] for d in stubborn), "after so many tries it says what it has"
 
 
-def test_without_guesses_it_plays_as_archer_does(checkpoint):
+@pytest.mark.parametrize("episodes", [4, 10, 20])
+def test_without_guesses_it_plays_as_archer_does(checkpoint, episodes):
     """With no turns held: the same dialogues as archer.py's, from the same seeds."""
     actor = runs.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
-    args = archer.Args(env="twenty-questions-subset", eval_episodes=10, max_action_tokens=3)
+    args = archer.Args(env="twenty-questions-subset", eval_episodes=episodes, max_action_tokens=3)
     held = start.play_held(actor, args, 0, start.GUESSES["twenty-questions"])
-    assert held == archer.play_tasks(actor, args, greedy=False)
+    assert held == archer.play_tasks(actor, args, greedy=False) and len(held) == episodes
+
+
+def test_what_is_written_anew_is_written_after_the_whole_dialogue(checkpoint, monkeypatch):
+    """Of every try the log-prob is that of a plain pass over its own row, whoever was left out before; what
+    counts is the last try."""
+    actor = runs.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
+    real, tries = archer.generate, []
+
+    def generate(memory, rows, *given):
+        utterances, logps = real(memory, rows, *given)
+        tries.append({})
+        for (i, row), ids, logp in zip(rows.items(), utterances, logps, strict=True):
+            with torch.no_grad():
+                logits_TV = actor(input_ids=torch.tensor([row + ids])).logits[0, len(row) - 1 : -1]
+            expected = logits_TV.log_softmax(-1)[range(len(ids)), ids].sum().item()
+            assert logp == pytest.approx(expected, abs=1e-4)
+            tries[-1][i] = archer.spoken(actor.tokenizer, ids)
+        return utterances, logps
+
+    monkeypatch.setattr(archer, "generate", generate)
+    is_guess = lambda text: sum(map(ord, text)) % 3 > 0  # noqa: E731  so two tries of three are
+    args = archer.Args(env="twenty-questions-subset", eval_episodes=10, max_action_tokens=3)
+    dialogues = start.play_held(actor, args, 3, is_guess)
+    assert not any(is_guess(action) for d in dialogues for action in d["actions"][:3])
+    lasts, last = [], {}
+    for attempt in tries:
+        if not attempt.keys() <= {i for i, text in last.items() if is_guess(text)}:
+            lasts.append(last)
+            last = {}
+        last |= attempt
+    lasts.append(last)
+    said = [d["actions"] for d in dialogues]
+    for i, actions in enumerate(said):
+        assert actions[:3] == [turn[i] for turn in lasts[1:4]]
 
 
 def test_what_a_guess_is():
