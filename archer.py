@@ -176,7 +176,7 @@ def td_target(reward_N, next_v_N2, gamma):
 
 def value_loss(v_N2, q_N2):
     """E2: the square of Q(s,a) - V(s) for a ~ pi, whose mean V tends to; each twin has its own."""
-    return ((q_N2 - v_N2) ** 2).sum(-1).mean()  # E2
+    return ((q_N2 - v_N2) ** 2).mean()  # E2
 
 
 def mc_returns(rewards, gamma):
@@ -214,9 +214,7 @@ def baseline_loss(baseline_M, advantage_N, owner_M):
 class Packed:
     """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
 
-    inputs: tuple[
-        torch.Tensor, torch.Tensor, torch.Tensor
-    ]  # ids [B, T], positions [B, T], visibility [B, T, T]
+    inputs: tuple  # ids [B, T], positions [B, T], and whether a token sees another [B, T, T]
     row_N: torch.Tensor  # of each utterance
     state_N: torch.Tensor  # column of the last token of its state: V is read there
     end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
@@ -527,20 +525,21 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
 
 
 def with_fresh(dialogues, actor, args, generator):
-    """Dialogues with a new utterance of the actor in each of their states, as token ids."""
+    """Dialogues with a new utterance of the actor in each of their states, as token ids and as text."""
     result = []
-    for i in range(0, len(dialogues), 32):  # all at once might not fit
-        part = dialogues[i : i + 32]
+    for i in range(0, len(dialogues), 16):  # all at once might not fit
+        part = dialogues[i : i + 16]
         rows, spans, _ = lay_out(part, actor.tokenizer)
         starts = [[] for _ in rows]
         for span in spans:
             starts[span.row].append(span.start)
         rows = dict(enumerate(rows))
-        fresh, _ = generate(Memory(actor, rows), rows, starts, args, generator)
+        ids, _ = generate(Memory(actor, rows), rows, starts, args, generator)
         for dialogue in part:
             n = len(dialogue["actions"])
-            result.append(dialogue | {"fresh": fresh[:n]})
-            fresh = fresh[n:]
+            texts = [spoken(actor.tokenizer, row) for row in ids[:n]]
+            result.append(dialogue | {"fresh_ids": ids[:n], "fresh": texts})
+            ids = ids[n:]
     return result
 
 
@@ -558,8 +557,7 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 def critic_targets(target_critic, dialogues, gamma):
     """The targets of Q and of V, [N, 2] each."""
-    texts = [spoken(target_critic.tokenizer, ids) for ids in flat(dialogues, "fresh")]
-    v_N2, q_N2 = target_critic(dialogues, texts)  # E2: a ~ pi (D7)
+    v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi (D7)
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_v_N2 = v_N2.roll(-1, 0)
@@ -608,10 +606,9 @@ def actor_update(
 ):
     """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
     dialogues = with_fresh(dialogues, actor, args, generator)
-    fresh = flat(dialogues, "fresh")
-    texts = [spoken(actor.tokenizer, ids) for ids in fresh]
+    fresh = flat(dialogues, "fresh_ids")
     with torch.no_grad():
-        v_N2, q_N2 = critic(dialogues, texts)
+        v_N2, q_N2 = critic(dialogues, flat(dialogues, "fresh"))
         ref_logits_MV, _, _, _ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
         ref_logp_MV = ref_logits_MV.log_softmax(-1)
     raw_N = advantages(q_N2, v_N2)
@@ -719,7 +716,7 @@ def main(args: Args) -> dict[str, float]:
         played, nll = rollout(actor, worlds, args, generator, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
-        del replay_buffer[: -args.buffer_size]
+        del replay_buffer[: max(0, len(replay_buffer) - args.buffer_size)]
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement

@@ -128,8 +128,8 @@ class OwnBaseline:
     def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, generator):
         """archer.actor_update behind updates of network and head."""
         sampled = archer.with_fresh(dialogues, actor, args, generator)
-        fresh = archer.flat(sampled, "fresh")
-        texts = [archer.spoken(actor.tokenizer, ids) for ids in fresh]
+        fresh = archer.flat(sampled, "fresh_ids")
+        texts = archer.flat(sampled, "fresh")
         with torch.no_grad():
             v_N2, q_N2 = critic(dialogues, texts)
         advantage_N = archer.advantages(q_N2, v_N2)
@@ -165,12 +165,7 @@ def expectile_loss(v_N2, q_N2):
 
 def without_fresh(dialogues, actor, args, generator):
     """archer.with_fresh, but what was said stands for what would be said: a ~ data."""
-    end = actor.tokenizer.eos_token_id
-    result = []
-    for dialogue in dialogues:
-        said = [[*archer.encode(actor.tokenizer, action), end] for action in dialogue["actions"]]
-        result.append(dialogue | {"fresh": said})
-    return result
+    return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
 
 
 class OnlineIQL:

@@ -259,7 +259,7 @@ def play(world, actor, n=8, seed=0, greedy=False, **changes):
 def fresh_for(dialogues, actor, seed=5, **changes):
     """An utterance of the actor for each of the N states of some dialogues, as token ids."""
     generator = torch.Generator().manual_seed(seed)
-    return archer.flat(archer.with_fresh(dialogues, actor, small(**changes), generator), "fresh")
+    return archer.flat(archer.with_fresh(dialogues, actor, small(**changes), generator), "fresh_ids")
 
 
 def write(actor, rows, starts, args, generator, greedy=False):
@@ -338,12 +338,12 @@ def test_E1_td_target(numbers):
 
 
 def test_E2_value_loss(numbers):
-    """Summed over the twins, mean over the rest; V tends to the mean of Q."""
+    """The mean, over the twins, too; V tends to the mean of Q."""
     v, q, total = numbers[1], numbers[0], 0.0
     for n in range(5):
         for twin in range(2):
             total += (q[n, twin].item() - v[n, twin].item()) ** 2
-    assert archer.value_loss(v, q).item() == pytest.approx(total / 5, rel=1e-7)
+    assert archer.value_loss(v, q).item() == pytest.approx(total / 10, rel=1e-7)
     grid, some = torch.linspace(0, 1, 1001), torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
     losses = [archer.value_loss(v.expand(3, 2), some).item() for v in grid]
     assert grid[int(np.argmin(losses))].item() == pytest.approx(1 / 3, abs=2e-3)
@@ -621,10 +621,12 @@ def test_more_dialogues_than_are_read_at_once(actor, tokenizer, monkeypatch):
     written = archer.with_fresh(played, actor, args, torch.Generator().manual_seed(5))
     assert played == before_it and [d["observations"] for d in written] == [d["observations"] for d in played]
     assert [len(d["fresh"]) for d in written] == [len(d["actions"]) for d in played]
+    texts = [archer.spoken(tokenizer, ids) for ids in archer.flat(written, "fresh_ids")]
+    assert texts == archer.flat(written, "fresh")
     rows, spans, _ = archer.lay_out(played, tokenizer)
     assert len(calls) > 1 and max(len(call["utterances"]) for call in calls) < 600
     assert [row for call in calls for row in call["rows"].values()] == rows
-    assert archer.flat(calls, "utterances") == archer.flat(written, "fresh")
+    assert archer.flat(calls, "utterances") == archer.flat(written, "fresh_ids")
     starts = [start for call in calls for own in call["starts"] for start in own]
     assert starts == [span.start for span in spans]
 
@@ -981,19 +983,13 @@ def test_an_encoder_cuts_the_beginning_of_a_text_that_is_too_long(folders, actor
     assert torch.allclose(cls[0], cls[1], atol=1e-5) and not torch.allclose(cls[0], cls[2], atol=1e-4)
 
 
-def as_drawn(dialogue, texts, tokenizer):
-    """A dialogue with texts for the a ~ pi of E2, one for each of its states, as `with_fresh` adds them."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return dialogue | {"fresh": [archer.encode(tokenizer, text) + end for text in texts]}
-
-
-def with_rewards(dialogues, tokenizer):
+def with_rewards(dialogues):
     """Rewards that differ, as those of a toy are mostly zero; and fresh utterances of their own."""
     found = []
     for n, d in enumerate(dialogues):
         turns = range(len(d["actions"]))
         rewards = {"rewards": [0.3 * n - k for k in turns]}
-        found.append(as_drawn(d | rewards, [WORDS[(n + k) % 4] for k in turns], tokenizer))
+        found.append(d | rewards | {"fresh": [WORDS[(n + k) % 4] for k in turns]})
     return found
 
 
@@ -1006,7 +1002,7 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world):
     dialogues are mixed up, when V learns from the wrong utterance, or when the target does not stand in for
     it.
     """
-    played = with_rewards(play(world, actor, n=4)[0], tokenizer)  # tasks 0 and 2 terminate, 1 and 3 are cut
+    played = with_rewards(play(world, actor, n=4)[0])  # tasks 0 and 2 terminate, 1 and 3 are cut
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
     args = small(gamma=0.8, polyak=0.0)
     q_terms, v_terms, errors, all_returns = [], [], [], []
@@ -1017,8 +1013,8 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world):
             v, q = value_alone(critic, d, k, d["actions"][k])
             next_v = value_alone(target, d, k + 1, "")[0] if k < n - 1 else 0.0
             q_terms.append(((q - d["rewards"][k] - 0.8 * next_v) ** 2).mean().item())
-            gap = value_alone(target, d, k, archer.spoken(tokenizer, d["fresh"][k]))[1] - v
-            v_terms.append((gap**2).sum().item())
+            gap = value_alone(target, d, k, d["fresh"][k])[1] - v
+            v_terms.append((gap**2).mean().item())
             errors.append(v.mean().item() - returns[k])
             all_returns.append(returns[k])
     metrics = archer.critic_update(critic, target, still(critic), played, args)
@@ -1029,18 +1025,6 @@ def test_critic_update_is_E1_and_E2(actor, tokenizer, world):
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-3)
 
 
-def test_the_critic_hears_the_text_of_an_utterance(actor, tokenizer):
-    """Not its tokens: what stands behind the first line, and the blanks around it, the world never hears."""
-    played = with_rewards(play("toy", actor, n=4)[0], tokenizer)
-    critic, targets = critic_of(actor), []
-    for text in (" bee \nno", "bee"):
-        dialogues = [as_drawn(d, [text] * len(d["actions"]), tokenizer) for d in played]
-        with torch.no_grad():
-            targets.append(archer.critic_targets(critic, dialogues, 0.9)[1])
-    assert torch.equal(*targets)
-
-
-@pytest.mark.xfail(strict=True, reason="critic_targets decodes the actor's tokens by the critic's tokenizer")
 def test_a_critic_with_a_tokenizer_of_its_own_hears_the_actors_words(folders, tmp_path, monkeypatch):
     spy, heard, forward = Spy(monkeypatch), [], archer.Critic.forward
 
@@ -1057,7 +1041,7 @@ def test_a_critic_with_a_tokenizer_of_its_own_hears_the_actors_words(folders, tm
 
 def test_of_returns_that_are_all_alike_nothing_is_explained(actor):
     """The share of no variance is no number, which the log shows as such; it was minus many millions."""
-    played = with_rewards(play("toy", actor, n=4)[0], actor.tokenizer)
+    played = with_rewards(play("toy", actor, n=4)[0])
     played = [d | {"rewards": [0.0] * len(d["actions"])} for d in played]
     critic = critic_of(actor)
     metrics = archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, small())
@@ -1067,7 +1051,7 @@ def test_of_returns_that_are_all_alike_nothing_is_explained(actor):
 
 def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
     """The gradient goes into the critic only; then the target makes its Polyak step."""
-    played = with_rewards(play("toy", actor, n=4)[0], actor.tokenizer)
+    played = with_rewards(play("toy", actor, n=4)[0])
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
     old, fixed = copy.deepcopy(target), copy.deepcopy(critic)
     optimizer = torch.optim.SGD(critic.parameters(), lr=1e-2)
@@ -1080,7 +1064,7 @@ def test_critic_update_moves_the_critic_and_the_target_after_it(actor):
 
 def test_updates_warn_of_nothing(actor):
     """What a run prints on stderr is for errors."""
-    played, baseline = with_rewards(play("toy", actor, n=4)[0], actor.tokenizer), archer.mlp(32, 32, 0.3)
+    played, baseline = with_rewards(play("toy", actor, n=4)[0]), archer.mlp(32, 32, 0.3)
     critic, ref_model, args = critic_of(actor), copy.deepcopy(actor), small()
     torch.set_warn_always(True)  # not in the first test of a process only
     try:
@@ -1184,7 +1168,7 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
     end = [tokenizer.eos_token_id]
     fresh = [archer.encode(tokenizer, action) + end for d in played for action in d["actions"]]
     said = iter(fresh)
-    written = [d | {"fresh": [next(said) for _ in d["actions"]]} for d in played]
+    written = [d | {"fresh": d["actions"], "fresh_ids": [next(said) for _ in d["actions"]]} for d in played]
     monkeypatch.setattr(archer, "with_fresh", lambda *_: written)
 
     def keep(module, inputs, output):
@@ -1205,7 +1189,7 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
 def test_1x8_is_8x1(actor, monkeypatch):
     """Losses are means over utterances: a batch has the utterance-weighted mean loss and gradient of its
     parts."""
-    played = with_rewards(play("toy", actor, n=8)[0], actor.tokenizer)
+    played = with_rewards(play("toy", actor, n=8)[0])
     written = archer.with_fresh(played, actor, small(), torch.Generator().manual_seed(5))
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
     ref_model, baseline = copy.deepcopy(actor), archer.mlp(32, 32, 0.3)
@@ -1245,7 +1229,7 @@ def test_gradients_are_clipped_and_nan_is_an_error():
 def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
     right = getattr(archer, loss)
     monkeypatch.setattr(archer, loss, lambda *given: right(*given) * math.nan)
-    played, critic = with_rewards(play("toy", actor, n=2)[0], actor.tokenizer), critic_of(actor)
+    played, critic = with_rewards(play("toy", actor, n=2)[0]), critic_of(actor)
     baseline = archer.mlp(32, 32, 0.0)
     who = "critic" if loss == "value_loss" else "actor"
     with pytest.raises(ArithmeticError, match=f"the {who} diverged .*nan"):
@@ -1390,7 +1374,7 @@ def test_the_utterances_of_E2_belong_to_their_dialogues(spied):
         pairs = {(which(d), tuple(next(texts) for _ in d["actions"])) for d in pool["given"]["dialogues"]}
         updates = [c for c in spied.of("critic_update") if c["iteration"] == n]
         learned = [d for c in updates for d in c["given"]["dialogues"]]
-        heard = [tuple(archer.spoken(actor.tokenizer, ids) for ids in d["fresh"]) for d in learned]
+        heard = [tuple(d["fresh"]) for d in learned]
         assert set(zip(map(which, learned), heard, strict=True)) <= pairs
         assert len({text for _, own in pairs for text in own}) > 50, "texts differ, or this would say nothing"
 
@@ -1437,7 +1421,7 @@ def test_every_actor_update_has_utterances_of_its_own(spied):
         generators.append(fresh["state"]["generator"].numpy().tobytes())
         scored = [c["given"] for c in call["inside"] if c["name"] == "score"]
         assert {id(c["actor"]) for c in scored} == {id(given["actor"]), id(given["ref_model"])}
-        assert all(c["utterances"] == archer.flat(fresh["result"], "fresh") for c in scored)
+        assert all(c["utterances"] == archer.flat(fresh["result"], "fresh_ids") for c in scored)
         assert all(c["dialogues"] is fresh["result"] for c in scored)
     assert len(set(generators)) == len(generators) == 9
 
@@ -1626,6 +1610,7 @@ def test_what_is_logged_is_of_its_own_iteration(spied):
     samples = lines_of(spied.folder, "rollouts.jsonl")
     for row, rollout in zip(lines_of(spied.folder), spied.own_rollouts(), strict=True):
         n, (played, nll) = row["iteration"], rollout["result"]
+        assert row.pop("time/cpu_seconds") > 0
         if n == 0:
             assert row == spied.of("evaluate")[0]["result"] | {"iteration": 0}
             continue

@@ -21,7 +21,6 @@ from test_archer import (  # noqa: F401  four are fixtures
     ROOT,
     ForgetfulToy,
     Toy,
-    as_drawn,
     folders,
     lines_of,
     make_model,
@@ -93,7 +92,7 @@ def test_E1_E2_reach_the_values_of_dynamic_programming(append_only, kind, folder
     body.tokenizer = tokenizer
     if kind == "encoder":
         body = runs.load(AutoModel, folders["BERT"], args)
-    dialogues = [as_drawn(d, [x] * len(d["actions"]), body.tokenizer) for d in played for x in POLICY]
+    dialogues = [d | {"fresh": [x] * len(d["actions"])} for d in played for x in POLICY]
     torch.manual_seed(0)
     critic = archer.Critic(body, 0.0, "float32")
     target_critic = copy.deepcopy(critic).requires_grad_(False)

@@ -311,18 +311,14 @@ def test_iql_v_tends_to_the_best_of_the_data():
     assert v.grad.abs().max() < 1e-6
 
 
-def test_iql_the_critic_reads_what_was_said_and_the_actor_what_it_would_say(tmp_path, monkeypatch):
-    model = runs.load(
-        transformers.AutoModelForCausalLM, str(make_checkpoint(SUBSET, tmp_path / "m")), archer.Args()
-    )
+def test_iql_the_critic_reads_what_was_said_and_the_actor_what_it_would_say(monkeypatch):
     dialogues = [{"observations": ["Questions:\n", ""], "actions": ["Is it big?"], "rewards": [-1.0]}]
     monkeypatch.setattr(archer, "with_fresh", lambda *_: "sampled")
     monkeypatch.setattr(archer, "actor_update", lambda *_: archer.with_fresh())
     with variants.exchanged("iql"):
-        (read,) = archer.with_fresh(dialogues, model, None, None)
+        (read,) = archer.with_fresh(dialogues, None, None, None)
         assert archer.actor_update() == "sampled"
-    (said,) = read["fresh"]
-    assert archer.spoken(model.tokenizer, said) == "Is it big?" and said[-1] == model.tokenizer.eos_token_id
+    assert read["fresh"] == ["Is it big?"]
 
 
 @pytest.mark.parametrize(
