@@ -90,8 +90,8 @@ def readme(out: Path) -> str:
     lines += [
         "Minutes are those of one CPU core. Returns are of all tasks of the world, each once, before the"
     ]
-    lines += ["weights were rounded to bfloat16. At its commit, a command makes the same digest again on one thread"]
-    lines += ["of a processor of the same kind; another may round otherwise.\n"]
+    lines += ["weights were rounded to bfloat16. At its commit a command makes the same digest again on one"]
+    lines += ["thread of a processor of the same kind; another may round otherwise.\n"]
     lines += [
         "| folder | command | commit | minutes | sampled | greedy | megabytes | sha256 of model.safetensors |"
     ]
