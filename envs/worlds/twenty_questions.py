@@ -375,8 +375,8 @@ class TwentyQuestions(gymnasium.Env):
         Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that
         there is something to learn. The other players narrow the words down, then guess the last ones, some
         of them again and again what was wrong: who never saw a bad guess does not know what follows it.
-        Imitated are their guesses unless they are mistakes, from which a model learns what the answers mean;
-        all else is there for the replies. All 157 words occur, as in the paper, also in the world of ten.
+        Imitated is what they do with at most twelve words left, unless it is a mistake; all else is there
+        for the replies. All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -502,21 +502,21 @@ def hasty(
     observation: str,
     rng: random.Random,
     words: int = ALL,
-    guess: float = 0.4,
-    broad: float = 0.4,
-    forget: float = 0.2,
+    guess: float = 0.25,
+    broad: float = 0.3,
+    forget: float = 0.05,
 ) -> str:
     """Guesses early, asks narrow questions and forgets: the player that is imitated.
 
     A share `guess` of its turns are guesses, and all when two words are possible. A share `broad` of its
-    questions are true of at least 25 words of the table, the others of at most 12. In a share `forget` of its
+    questions are true of at least 25 words of the table, the others of fewer. In a share `forget` of its
     turns it knows nothing of what was answered.
     """
     left = candidates(observation, words)
     forgets = rng.random() < forget
     if rng.random() < guess or (left.bit_count() <= 2 and not forgets):
         return guess_of(rng.choice(words_in(words if forgets else left)))
-    asks = narrow_questions(12)
+    asks = narrow_questions(24)
     if rng.random() < broad:
         asks = broad_questions(25)
     if not forgets:
@@ -539,10 +539,9 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
 
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
-        said = slip or player(observation, rng)
-        is_guess = said.startswith("Is it") and said not in QUESTIONS
-        imitate.append(player is hasty or (slip is None and is_guess))
-        return said
+        is_late = candidates(observation).bit_count() <= 12
+        imitate.append(player is hasty or (slip is None and is_late))
+        return slip or player(observation, rng)
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
 
