@@ -30,7 +30,6 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
 
 import copy
 import sys
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -118,8 +117,6 @@ def lay_out(dialogues, tokenizer):
     Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
     action.
     """
-    if len(dialogues) == 0:  # may be an array
-        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
     prompts = []
@@ -207,6 +204,17 @@ def baseline_loss(baseline_M, advantage_N, owner_M):
     length_N = torch.bincount(owner_M, minlength=len(advantage_N))
     square_M = (advantage_N[owner_M].detach() - baseline_M) ** 2
     return (square_M / length_N[owner_M]).sum() / len(advantage_N)  # E4
+
+
+def kl_to_come(kl_M, owner_M):
+    """D1: the KL that each token brings about: of the tokens behind it in its utterance [M].
+
+    >>> kl_to_come(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 0, 1])).tolist()
+    [6.0, 4.0, 0.0, 0.0]
+    """
+    sum_M = kl_M.cumsum(0)
+    last_N = torch.bincount(owner_M).cumsum(0) - 1
+    return sum_M[last_N][owner_M] - sum_M
 
 
 # ---------------------------------------------------------- 4. models
@@ -618,11 +626,13 @@ def actor_update(
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     p_MV = logp_MV.exp()
-    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i; how a_<i was drawn is ignored
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i
     kl = kl_M.sum() / len(fresh)
+    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: which a_<i come up is the actor's doing, too
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, args.baseline * baseline_M)  # E3, E5
+    less_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
+    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, less_M)  # E3, E5
     loss = policy_loss + args.kl * kl + vtok_loss
     # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
@@ -649,7 +659,7 @@ def play_tasks(actor, args, greedy):
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
-        tasks = passes * tasks
+        tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)
     dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
@@ -710,13 +720,12 @@ def main(args: Args) -> dict[str, float]:
     replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
-        began = time.time()
         logs = []
         # 1. dialogues of the current actor
         played, nll = rollout(actor, worlds, args, generator, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
-        del replay_buffer[: max(0, len(replay_buffer) - args.buffer_size)]
+        del replay_buffer[: -args.buffer_size]
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
@@ -746,7 +755,6 @@ def main(args: Args) -> dict[str, float]:
         is_due = run.is_due(args.eval_every)
         if is_due:
             metrics |= evaluate(actor, args)
-        metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
         samples = [{"iteration": iteration} | with_values(dialogue, critic) for dialogue in played[:4]]
         run.log(metrics, "return|repeated|explained|kl", samples)
         if is_due or run.stopped:

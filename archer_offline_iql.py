@@ -113,8 +113,6 @@ def lay_out(dialogues, tokenizer):
     Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
     action.
     """
-    if len(dialogues) == 0:  # may be an array
-        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
     prompts = []
@@ -604,7 +602,7 @@ def play_tasks(actor, args, greedy):
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
-        tasks = passes * tasks
+        tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)
     dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)

@@ -102,8 +102,6 @@ def lay_out(dialogues, tokenizer):
     Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
     action.
     """
-    if len(dialogues) == 0:  # may be an array
-        raise ValueError("there is no dialogue to learn from: batches, pool and buffer must be at least 1")
     rows = []
     spans = []
     prompts = []

@@ -445,7 +445,7 @@ def play_tasks(actor, args, greedy):
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
-        tasks = passes * tasks
+        tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     generator = torch.Generator(args.device).manual_seed(0)
     dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)

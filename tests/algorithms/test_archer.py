@@ -349,6 +349,40 @@ def test_E2_value_loss(numbers):
     assert grid[int(np.argmin(losses))].item() == pytest.approx(1 / 3, abs=2e-3)
 
 
+def test_D1_kl_to_come():
+    owner, kl = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0.5, 1.0, 0.25, 3.0, 0.125, 2.0])
+    expected = []
+    for m in range(6):
+        expected.append(sum(kl[j].item() for j in range(m + 1, 6) if owner[j] == owner[m]))
+    assert archer.kl_to_come(kl, owner).tolist() == expected
+
+
+def test_D1_has_the_gradient_of_the_kl_of_whole_utterances():
+    """Of a policy of two tokens, the second given the first: the mean of what `actor_update` does, over all
+    utterances, against KL(pi || reference) written out. Without the KL to come it is another gradient."""
+    torch.manual_seed(0)
+    first, second, other_1, other_2 = (torch.randn(*size).double() for size in ((3,), (3, 3), (3,), (3, 3)))
+    first.requires_grad_(), second.requires_grad_()
+    logp_1, logp_2 = first.log_softmax(-1), second.log_softmax(-1)
+    ref_1, ref_2 = other_1.log_softmax(-1), other_2.log_softmax(-1)
+    kl_1 = (logp_1.exp() * (logp_1 - ref_1)).sum()
+    kl_2 = (logp_2.exp() * (logp_2 - ref_2)).sum(-1)
+    expected = torch.autograd.grad(kl_1 + (logp_1.exp() * kl_2).sum(), [first, second], retain_graph=True)
+    owner, found, partial = torch.tensor([0, 0]), 0.0, 0.0
+    for a in range(3):
+        for b in range(3):
+            p = (logp_1[a] + logp_2[a, b]).exp().detach()
+            kl_M, logp_M = torch.stack([kl_1, kl_2[a]]), torch.stack([logp_1[a], logp_2[a, b]])
+            cost_M = archer.kl_to_come(kl_M, owner)
+            partial += p * kl_M.sum()
+            found += p * (kl_M.sum() + archer.reinforce_loss(logp_M, torch.zeros(1), owner, cost_M))
+    for one, other in zip(
+        torch.autograd.grad(found, [first, second], retain_graph=True), expected, strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-12)
+    assert not torch.allclose(torch.autograd.grad(partial, [first])[0], expected[0], atol=1e-2)
+
+
 def test_mc_returns():
     rewards, gamma = [-1.0, 0.5, -2.0, 3.0], 0.9
     expected = [sum(gamma ** (j - i) * rewards[j] for j in range(i, 4)) for i in range(4)]
@@ -426,11 +460,6 @@ def test_an_observation_written_anew_begins_a_row_wherever_it_comes(tokenizer):
             expected += archer.encode(tokenizer, text) + [tokenizer.eos_token_id] * (i % 2)
         assert row == expected
     assert prompts == [rows[2] + archer.encode(tokenizer, " yes"), archer.encode(tokenizer, "c")]
-
-
-def test_no_dialogues_are_an_error_with_a_sentence(tokenizer):
-    with pytest.raises(ValueError, match="batches, pool and buffer must be at least 1"):
-        archer.lay_out([], tokenizer)
 
 
 def test_lay_out_spells_the_template_of_the_model(folders):
@@ -1135,9 +1164,11 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
         )
         hidden = twin.base_model(input_ids=tokens).last_hidden_state[0, at]
         b = baseline(hidden.detach())[:, 0]
-        paid = weight - b.detach() if args.baseline else weight
-        loss = loss - (logp[range(len(ids)), ids] * paid).sum() / N
-        kl = kl + (logp.exp() * (logp - ref_logp.detach())).sum() / N
+        own_kl = (logp.exp() * (logp - ref_logp.detach())).sum(-1)
+        to_come = torch.stack([own_kl[i + 1 :].sum() for i in range(len(ids))])
+        paid = (weight - b if args.baseline else weight) - args.kl * to_come
+        loss = loss - (logp[range(len(ids)), ids] * paid.detach()).sum() / N
+        kl = kl + own_kl.sum() / N
         entropy -= (logp.exp() * logp).sum().item() / N
         fit = fit + ((weight - b) ** 2).mean() / N
     (loss + args.kl * kl).backward()
@@ -1778,6 +1809,10 @@ MISUSE = {
     "rollouts": "0 worlds: at least one must be played",
     "temperature": "--temperature 0: it must be above 0",  # else log-probs would be nan
     "max_action_tokens": "--max-action-tokens 0: it must be at least 1",  # else nothing ends an utterance
+    "buffer_size": "--buffer-size 0: it must be at least 1",  # else it would hold all
+    "critic_pool": "--critic-pool 0: it must be at least 1",
+    "critic_batch": "--critic-batch 0: it must be at least 1",
+    "actor_batch": "--actor-batch 0: it must be at least 1",
 }
 
 
