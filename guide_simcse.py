@@ -262,7 +262,7 @@ class Batch(NamedTuple):
 def lay_out_batch(triplets, gold):
     """Triplets as a Batch; `gold` has the gold actions of every description."""
     if not triplets:
-        raise ValueError("--batch, --descriptions or --pairs is 0: there is nothing to learn from")
+        raise ValueError("--descriptions or --pairs is 0: there is nothing to learn from")
     descriptions = list(dict.fromkeys(triplet.description for triplet in triplets))
     count = Counter()
     for triplet in triplets:

@@ -737,8 +737,8 @@ def test_bad_arguments_are_one_line(tmp_path, data, changes, said, capsys, monke
     ("changes", "said"),
     [
         ({"temperature": -0.05}, "--temperature -0.05: it must be above 0"),
-        ({"pairs": 0}, "--batch, --descriptions or --pairs is 0"),
-        ({"sampling": "paper", "batch": 0}, "--batch, --descriptions or --pairs is 0"),
+        ({"pairs": 0}, "--descriptions or --pairs is 0"),
+        ({"sampling": "paper", "batch": 0}, "--batch 0: it must be at least 1"),
     ],
     ids=str,
 )
