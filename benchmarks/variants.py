@@ -80,7 +80,18 @@ def mlp_from_zero(mlp):
     return lambda inputs, width, value: mlp(inputs, width, 0.0)
 
 
-# ---------------------------------------------------------- D7
+# ---------------------------------------------------------- D7, iql
+def with_own_samples(update):
+    """archer.actor_update, which samples by archer.with_fresh as it is now, whatever takes its place."""
+    sample = archer.with_fresh
+
+    def actor_update(*given):
+        with patch.object(archer, "with_fresh", sample):
+            return update(*given)
+
+    return actor_update
+
+
 class FreshAtEveryUpdate:
     """archer.with_fresh only remembers what it needs; archer.critic_update then samples for its batch."""
 
@@ -168,18 +179,6 @@ def without_fresh(dialogues, actor, args, generator):
     return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
 
 
-class OnlineIQL:
-    """The critic learns by E1 and E6; the actor has fresh utterances as before."""
-
-    def __init__(self):
-        self.sample = archer.with_fresh
-        self.update = archer.actor_update
-
-    def actor_update(self, *given):
-        with patch.object(archer, "with_fresh", self.sample):
-            return self.update(*given)
-
-
 # ---------------------------------------------------------- the command
 @contextmanager
 def exchanged(variant: str) -> Iterator[None]:
@@ -193,6 +192,7 @@ def exchanged(variant: str) -> Iterator[None]:
             put(archer, "mlp", mlp_from_zero(archer.mlp))
         if variant == "D7":
             fresh = FreshAtEveryUpdate()
+            put(archer, "actor_update", with_own_samples(archer.actor_update))
             put(archer, "with_fresh", fresh.with_fresh)
             put(archer, "critic_update", fresh.critic_update)
         if variant == "D8":
@@ -203,7 +203,7 @@ def exchanged(variant: str) -> Iterator[None]:
         if variant == "mc":
             put(archer, "critic_targets", monte_carlo_targets)
         if variant == "iql":
-            put(archer, "actor_update", OnlineIQL().actor_update)
+            put(archer, "actor_update", with_own_samples(archer.actor_update))
             put(archer, "with_fresh", without_fresh)
             put(archer, "value_loss", expectile_loss)
         yield

@@ -259,12 +259,14 @@ def test_D7_each_update_of_the_critic_samples_for_its_own_batch(monkeypatch):
     told = []
     monkeypatch.setattr(archer, "with_fresh", lambda dialogues, *rest: [told.append(dialogues), "fresh"])
     monkeypatch.setattr(archer, "critic_update", lambda critic, target, optimizer, dialogues, args: dialogues)
+    monkeypatch.setattr(archer, "actor_update", lambda dialogues: archer.with_fresh(dialogues))
     args = archer.Args()
     with variants.exchanged("D7"):
         assert archer.with_fresh("pool", "actor", args, None) == "pool" and told == []
         assert archer.critic_update(None, None, None, "batch 1", args)[1] == "fresh"
         assert archer.critic_update(None, None, None, "batch 2", args)[1] == "fresh"
-    assert told == ["batch 1", "batch 2"]
+        assert archer.actor_update("batch 3")[1] == "fresh", "the actor samples as before"
+    assert told == ["batch 1", "batch 2", "batch 3"]
 
 
 def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
