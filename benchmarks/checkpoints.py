@@ -1,6 +1,6 @@
 """The ready-made models: runs the command of each world, and copies what it made to checkpoints/.
 
-    python benchmarks/checkpoints.py                      # all of them, one after the other, on one thread
+    python benchmarks/checkpoints.py                      # all of them, one after the other
     python benchmarks/checkpoints.py --worlds apps        # one of them
     python benchmarks/checkpoints.py --worlds             # none: only writes checkpoints/README.md again
 
@@ -32,8 +32,8 @@ ROOT = Path(__file__).parent.parent
 MUON = "--optimizer muon --lr 4e-3"
 COMMANDS = {
     "twenty-questions": f"python sft.py --env twenty-questions {MUON} --batch 32 --demonstrations 50000"
-    " --fresh --epochs 10 --vocabulary 700 --phrases 400 --reply-weight 5 --layers 4"
-    " --inner 256 --context 512 --max-action-tokens 16 --save-every 500",
+    " --fresh --epochs 5 --vocabulary 1500 --reply-weight 5 --width 96 --layers 4 --inner 256"
+    " --context 512 --max-action-tokens 16 --threads 2 --save-every 250",
     "guess-my-city": "python sft.py --env guess-my-city --vocabulary 1500 --phrases 500"
     f" --demonstrations 20000 --fresh --epochs 5 --batch 32 {MUON} --inner 256 --context 1024"
     " --max-action-tokens 16",
@@ -90,8 +90,8 @@ def readme(out: Path) -> str:
     lines += [
         "Minutes are those of one CPU core. Returns are of all tasks of the world, each once, before the"
     ]
-    lines += ["weights were rounded to bfloat16. At its commit a command makes the same digest again on one"]
-    lines += ["thread of a processor of the same kind; another may round otherwise.\n"]
+    lines += ["weights were rounded to bfloat16. At its commit a command makes the same digest again on a"]
+    lines += ["processor of the same kind; another may round otherwise.\n"]
     lines += [
         "| folder | command | commit | minutes | sampled | greedy | megabytes | sha256 of model.safetensors |"
     ]
