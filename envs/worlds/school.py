@@ -111,7 +111,7 @@ FOUND = {  # the kinds that each of the tasks of finding looks for
     "find-non-living-thing": ("copy",),
 }
 # How many things of a kind lie about, beside those that a task needs; seeds only where one is to grow.
-SCATTERED = {"animal": 8, "plant": 8, "copy": 10, "liquid": 7, "colour": 5, "tool": 5, "object": 16}
+SCATTERED = {"animal": 5, "plant": 5, "copy": 14, "liquid": 8, "colour": 6, "tool": 6, "object": 16}
 
 
 def names(kind: str, *splits: str) -> list[str]:
@@ -225,6 +225,8 @@ VERBS = "go to|teleport to|put down|pick up|look at|focus on|eat|activate|deacti
 DEED = re.compile(rf"({VERBS}) (.+?)(?: (?:to|on) (.+))?")
 IDLE = {"inventory": "You look through your bag.", "look around": "You look around.", "wait": "Time goes by."}
 REFUSAL = "Invalid action. Nothing like that can be done here."
+# To choose what is not in view fails as any wrong choice does: else one could try all names, and never look.
+ABSENT = frozenset(f"focus on {name}" for name in THINGS)
 
 
 class Seen(NamedTuple):
@@ -559,14 +561,15 @@ class School(gymnasium.Env):
     actions, and "score". ("died" is always False: there is no other process.)
 
     An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what
-    remains. It may be written in capitals. What is not valid costs a turn and changes nothing.
+    remains. It may be written in capitals. What is not valid costs a turn and changes nothing; but to focus
+    on a thing of the school that is not in view fails.
     """
 
     rules = (
-        "Do what the task asks. You can: go to ROOM, look around, inventory, wait, and with what you see: "
-        "focus on, look at, pick up, put down, eat THING; move THING to PLACE; use THING on THING; connect "
-        "THING to THING; activate, deactivate DEVICE; mix BOWL. To focus on a thing is to choose it; the "
-        "wrong one ends the exercise. The best score is 100."
+        "Do what the task asks. You can: go to or teleport to ROOM, look around, inventory, wait, and with what "
+        "you see: focus on, look at, pick up, put down, eat THING; move THING to PLACE; use THING on THING; "
+        "connect THING to THING; activate, deactivate DEVICE; mix BOWL. To focus on a thing is to choose it: a "
+        "wrong one, or one that you do not see, ends the exercise. The best score is 100."
     )
     id = "school"
     max_action_chars = 200
@@ -627,6 +630,9 @@ class School(gymnasium.Env):
         self.turns += 1
         if action.lower() in self.info["valid"]:
             self.info = self.look(self.lesson.act(action.lower()))
+        elif action.lower() in ABSENT:
+            self.lesson.failed = True
+            self.info = self.look("There is no such thing here. The exercise ends.")
         else:
             self.info = self.info | {"observation": REFUSAL}
         score = self.lesson.score
