@@ -70,7 +70,9 @@ def make(world: str, out: Path, extra: str = "") -> Path:
     """Trains the model of a world, or a guide, by its command; returns its folder in `out`."""
     is_guide = world in GUIDES
     command = " ".join([GUIDES[world] if is_guide else COMMANDS[world], extra]).strip()
-    auto = transformers.AutoModel if is_guide else transformers.AutoModelForCausalLM
+    auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.bfloat16, "trust_remote_code": False}
+    if is_guide:  # without BERT's layer behind [CLS], which it does not have
+        auto, options = transformers.AutoModel, options | {"add_pooling_layer": False}
     with tempfile.TemporaryDirectory() as runs:
         words = [sys.executable, *shlex.split(command)[1:], "--runs", runs]
         subprocess.run(words, cwd=ROOT, check=True)
@@ -79,7 +81,7 @@ def make(world: str, out: Path, extra: str = "") -> Path:
         folder = out / (world if is_guide else envs.make(world).demonstration_env)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(model, folder, ignore=shutil.ignore_patterns("README.md"))
-        halved = auto.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
+        halved = auto.from_pretrained(model, **options)
         halved.save_pretrained(folder)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     made = {"world": world, "command": command, "sha256": digest(folder)}
@@ -108,8 +110,9 @@ def readme(out: Path) -> str:
 
 def table(out: Path, first: str, second: str) -> list[str]:
     """A table of the models whose made.json has these two figures."""
-    head = f"| folder | command | commit | minutes | {first} | {second} | megabytes | sha256 of model.safetensors |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    figures = f"minutes | {first} | {second} | megabytes"
+    lines = [f"| folder | command | commit | {figures} | sha256 of model.safetensors |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for path in sorted(out.glob("*/made.json")):
         made = json.loads(path.read_text(encoding="utf-8"))
         if first in made:

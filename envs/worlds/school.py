@@ -566,10 +566,10 @@ class School(gymnasium.Env):
     """
 
     rules = (
-        "Do what the task asks. You can: go to or teleport to ROOM, look around, inventory, wait, and with what "
-        "you see: focus on, look at, pick up, put down, eat THING; move THING to PLACE; use THING on THING; "
-        "connect THING to THING; activate, deactivate DEVICE; mix BOWL. To focus on a thing is to choose it: a "
-        "wrong one, or one that you do not see, ends the exercise. The best score is 100."
+        "Do what the task asks. You can: go to or teleport to ROOM, look around, inventory, wait, and with "
+        "what you see: focus on, look at, pick up, put down, eat THING; move THING to PLACE; use THING on "
+        "THING; connect THING to THING; activate, deactivate DEVICE; mix BOWL. To focus on a thing is to "
+        "choose it: a wrong one, or one that you do not see, ends the exercise. The best score is 100."
     )
     id = "school"
     max_action_chars = 200
