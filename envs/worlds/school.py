@@ -391,17 +391,18 @@ class Lesson:
         if not self.at_lamp:
             return f"The {name} stays dark: nothing is connected to it."
         self.shown.add(f"tested {self.at_lamp}")
-        thing = THINGS.get(self.at_lamp)
-        glows = thing is not None and thing.conducts
-        return f"The {name} glows." if glows else f"The {name} stays dark."
+        thing = THINGS.get(self.at_lamp)  # a colour that was mixed is not in the book
+        if thing and thing.conducts:
+            return f"The {name} glows."
+        return f"The {name} stays dark."
 
     def deactivate(self, name: str) -> str:
         self.active.discard(name)
         return f"The {name} is off."
 
     def connect(self, name: str, other: str) -> str:
-        if LAMP in (name, other):
-            self.at_lamp = name if other == LAMP else other
+        if other == LAMP:
+            self.at_lamp = name
         return f"You connect the {name} to the {other}."
 
     def use(self, name: str, other: str) -> str:
