@@ -10,9 +10,9 @@
     You go to the garden.
 
 It is not ScienceWorld (Wang et al. 2022, arXiv:2203.07540), and its scores say nothing about that: it is a
-small world of our own for what ScienceWorld is used for, without Java, a thousand times as fast. It borrows
-the names of ten of its tasks, its options and its kind of score. Rooms, things, rules and words are ours and
-stand in school.toml, for a reader to change.
+small world of our own for what ScienceWorld is used for, without Java and hundreds of times as fast. It
+borrows the names of ten of its tasks, its options and its kind of score. Rooms, things, rules and words are
+ours and stand in school.toml, for a reader to change.
 
     tasks        10, each with 70 variations; one world plays one of them
     splits       variations 0 to 39 are "train", 10 "dev", 20 "test". What is looked for in dev and test, and
