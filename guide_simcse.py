@@ -1,6 +1,6 @@
 """The Guide of Language Guided Exploration: an encoder that ranks actions by a task description, in one file.
 
-    python guide_simcse.py                       # for the school, a small world of our own
+    python guide_simcse.py                       # for the school, our own: half a minute; RSR@50 0.11 -> 0.88
     python guide_simcse.py --env scienceworld    # 15 minutes on 2 cores with AVX512-BF16; RSR@50 0.19 -> 0.99
     python guide_simcse.py --env scienceworld --encoder bert-base-uncased --pooling cls --lr 5e-5
     python guide_simcse.py --resume runs/...

@@ -1,7 +1,7 @@
 """LGE: a Guide prunes the valid actions of a text world, an Explorer (DRRN) learns which of the rest to take.
 
-    python lge_drrn.py                           # in the school, a small world of our own, with its guide
-    python lge_drrn.py --guide none              # plain DRRN
+    python lge_drrn.py                  # in the school, a small world of our own: a minute of one core
+    python lge_drrn.py --guide none     # plain DRRN
     python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes beside another; 55, 62, 47
     python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 

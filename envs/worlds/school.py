@@ -280,7 +280,7 @@ class Lesson:
         self.active = set()  # fixtures that are switched on
         self.focus = set()  # what was focused on, all of it rightly
         self.at_lamp = ""  # what the test lamp is connected to
-        self.shown = set()  # what was measured, tested, watered or mixed
+        self.shown = set()  # what was measured, tested or watered
         self.heat = self.growth = 0  # turns
         self.reached = set()  # of the sub-goals
         self.failed = False
