@@ -20,6 +20,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
   D2  Balanced batches, so that no task drowns the others: tasks by the square root of their pairs, several
       gold actions of each of 24 descriptions, fresh negatives (--sampling paper: triplets as they come).
   D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
+      In the school a tiny encoder that knows no English but what it reads there (--encoder minilm).
   D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, else the same.
   D5  The evaluation ranks some steps of each gold path, evenly spaced, and not all (--eval-steps 0).
   D6  Texts are cut at 128 tokens (--max-tokens 32, as the authors' scripts): most descriptions are longer.

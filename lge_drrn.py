@@ -6,7 +6,7 @@
     python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
-The guide, from guide_simcse.py, knows the task alone: of a thousand valid actions it keeps the nearest 50.
+The guide, from guide_simcse.py, knows the task alone: of hundreds of valid actions it keeps the nearest 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
