@@ -616,7 +616,7 @@ def table(title, rows):
 
 
 # ---------------------------------------------------------- 8. training
-def complete(args: Args) -> Args:
+def with_settings(args: Args) -> Args:
     """The arguments, with the encoder and its learning rate."""
     if args.env not in ENCODERS:
         raise ValueError(f"--env {args.env}: the guide knows {' and '.join(ENCODERS)}")
@@ -629,7 +629,7 @@ def complete(args: Args) -> Args:
 
 def main(args: Args) -> dict[str, float]:
     """Iterations of updates, a ranking before and one after; returns what it writes to summary.json."""
-    args = complete(args)
+    args = with_settings(args)
     run = runs.Run(args, "guide_simcse", samples_file="rankings.jsonl")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # no two batches are alike: 1,024 take GB
 

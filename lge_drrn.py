@@ -683,7 +683,7 @@ def complete(args: Args) -> Args:
     return replace(args, task=task, steps=steps, guide=guide)
 
 
-def make_worlds(args):
+def start_worlds(args):
     """The worlds, side by side; they are all alike."""
     return WORLDS[args.env].Worlds(
         args.worlds,
@@ -700,7 +700,7 @@ def main(args: Args) -> dict[str, float]:
     num_tasks = len(WORLDS[args.env].variations(args.task, "train"))
 
     # --- all that learns
-    worlds = make_worlds(args)
+    worlds = start_worlds(args)
     words = worlds.texts(args.vocabulary_steps, run.rng)
     texts = Texts(make_vocabulary(words, args.vocabulary))  # D5
     guide = Guide(args, texts)

@@ -695,7 +695,7 @@ def test_data_of_other_negatives_is_other_data(data, tmp_path, monkeypatch):
 def test_the_school_needs_no_files(tmp_path, monkeypatch):
     """Its data are made in the run: as many as said, the same each time, and none of dev in training."""
     monkeypatch.chdir(tmp_path)
-    args = guide.complete(small(env="school", encoder="auto", train_variations=3, negative_variations=1))
+    args = guide.with_settings(small(env="school", encoder="auto", train_variations=3, negative_variations=1))
     assert (args.encoder, args.lr) == ("tiny", 3e-3)
     examples, steps = guide.load_data(args)
     again, _ = guide.load_data(args)
@@ -711,12 +711,12 @@ def test_the_school_needs_no_files(tmp_path, monkeypatch):
 
 
 def test_the_settings_of_a_world_are_taken_unless_given():
-    theirs = guide.complete(guide.Args(env="scienceworld"))
+    theirs = guide.with_settings(guide.Args(env="scienceworld"))
     assert (theirs.encoder, theirs.lr) == ("minilm", 2e-4)
-    given = guide.complete(guide.Args(encoder="bert-base-uncased", lr=5e-5))
+    given = guide.with_settings(guide.Args(encoder="bert-base-uncased", lr=5e-5))
     assert (given.encoder, given.lr) == ("bert-base-uncased", 5e-5)
     with pytest.raises(ValueError, match=r"^--env nowhere: the guide knows school and scienceworld$"):
-        guide.complete(guide.Args(env="nowhere"))
+        guide.with_settings(guide.Args(env="nowhere"))
 
 
 def test_a_run_in_the_school(tmp_path, monkeypatch):
@@ -730,7 +730,7 @@ def test_a_run_in_the_school(tmp_path, monkeypatch):
 
 def test_the_ready_made_guide_ranks_as_its_record_says():
     """On the states of the default run; the weights are rounded since then."""
-    args = guide.complete(guide.Args())
+    args = guide.with_settings(guide.Args())
     _, steps = guide.load_data(replace(args, train_variations=1))
     folder = ROOT / "checkpoints/school-guide"
     encoder = guide.load_encoder(str(folder), args)
