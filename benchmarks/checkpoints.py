@@ -116,7 +116,8 @@ def table(out: Path, first: str, second: str) -> list[str]:
     for path in sorted(out.glob("*/made.json")):
         made = json.loads(path.read_text(encoding="utf-8"))
         if first in made:
-            figures = f"{made['minutes']:.0f} | {made[first]:.2f} | {made[second]:.2f}"
+            minutes = f"{made['minutes']:.0f}" if made["minutes"] >= 1 else "<1"
+            figures = f"{minutes} | {made[first]:.2f} | {made[second]:.2f}"
             size = size_of(path.parent / "model.safetensors")
             about = f"`{made['command']}` | {made['commit']} | {figures} | {size:.1f}"
             lines.append(f"| {path.parent.name} | {about} | `{made['sha256']}` |")
