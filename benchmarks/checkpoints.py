@@ -45,13 +45,18 @@ COMMANDS = {
     "apps": "python sft.py --env apps --world split=dev --layers 2 --init 0.02 --reply-weight 0"
     " --drills 9600 --demonstrations 32000 --exchanged 0.4 --epochs 5 --vocabulary 3200 --save-every 100",
 }
+OTHERS = {  # a question is one token, and the player that was imitated narrows down: for comparisons
+    "twenty-questions-phrases": f"python sft.py --env twenty-questions {MUON} --batch 32"
+    " --demonstrations 50000 --fresh --epochs 10 --vocabulary 700 --phrases 400 --reply-weight 5"
+    " --layers 4 --inner 256 --context 512 --max-action-tokens 16 --save-every 500",
+}
 GUIDES = {"school-guide": "python guide_simcse.py --env school --threads 1"}
 MEGABYTES, ALL_MEGABYTES = 2, 10  # of the weights of one, and of all the folders together
 
 
 @dataclass
 class Args:
-    worlds: list[str] = field(default_factory=lambda: [*COMMANDS, *GUIDES])  # whose models are made
+    worlds: list[str] = field(default_factory=lambda: [*COMMANDS, *OTHERS, *GUIDES])  # whose models are made
     out: Path = ROOT / "checkpoints"  # folder of the models
 
 
@@ -69,7 +74,7 @@ def digest(folder: Path) -> str:
 def make(world: str, out: Path, extra: str = "") -> Path:
     """Trains the model of a world, or a guide, by its command; returns its folder in `out`."""
     is_guide = world in GUIDES
-    command = " ".join([GUIDES[world] if is_guide else COMMANDS[world], extra]).strip()
+    command = " ".join([(COMMANDS | OTHERS | GUIDES)[world], extra]).strip()
     auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.bfloat16, "trust_remote_code": False}
     if is_guide:  # without BERT's layer behind [CLS], which it does not have
         auto, options = transformers.AutoModel, options | {"add_pooling_layer": False}
@@ -78,7 +83,7 @@ def make(world: str, out: Path, extra: str = "") -> Path:
         subprocess.run(words, cwd=ROOT, check=True)
         (run,) = Path(runs).iterdir()
         model = run / ("guide" if is_guide else "actor")
-        folder = out / (world if is_guide else envs.make(world).demonstration_env)
+        folder = out / (envs.make(world).demonstration_env if world in COMMANDS else world)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(model, folder, ignore=shutil.ignore_patterns("README.md"))
         halved = auto.from_pretrained(model, **options)
