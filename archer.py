@@ -51,7 +51,7 @@ class Args:
     env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # of all random numbers of the run; 0 or more
-    iterations: int = 40  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
+    iterations: int = 60  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
@@ -64,31 +64,31 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
 
     # --- data
-    rollouts: int = 128  # dialogues played in an iteration (paper: 128; WebShop 512)
+    rollouts: int = 64  # dialogues played in an iteration (paper: 128; WebShop 512; D5)
     buffer_size: int = 1000  # dialogues that the replay buffer holds (paper, Table 3: 10,000 utterances)
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
     critic_lr: float = 3e-4  # of Adam (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
-    critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50)
-    critic_batch: int = 32  # dialogues in an update of the critic (paper: 256 utterances)
-    critic_pool: int = 256  # dialogues that an iteration draws from the buffer for its critic updates
-    warmup: int = 5  # iterations before the actor moves (paper: 20 or 10); 0: none
+    critic_updates: int = 30  # in an iteration, each with a Polyak step of the target (paper: 50)
+    critic_batch: int = 16  # dialogues in an update of the critic (paper: 256 utterances)
+    critic_pool: int = 128  # dialogues that an iteration draws from the buffer for its critic updates
+    warmup: int = 4  # iterations before the actor moves (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
 
-    actor_lr: float = 3e-4  # of Adam (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
+    actor_lr: float = 4e-4  # of Adam (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
     anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
     actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3); 0: none
-    actor_batch: int = 64  # dialogues in an update of the actor (paper: 256 utterances)
-    kl: float = 0.05  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
+    actor_batch: int = 16  # dialogues in an update of the actor (paper: 256 utterances)
+    kl: float = 0.1  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # advantages minus their batch mean (D3)
     baseline: bool = False  # a learned baseline for every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
+    eval_every: int = 15  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
 
 
