@@ -509,7 +509,6 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -519,7 +518,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > actor.context - room:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
@@ -688,6 +687,8 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts, critic and actor; returns what it writes to summary.json."""
     run = runs.Run(args, "archer")
     rng = run.rng
+        if body.config.model_type not in ENCODERS:
+            actor.context = min(actor.context, body.context)
     generator = run.generator
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 

@@ -162,8 +162,7 @@ def recorded_dialogues(world, actor, args):
     else:
         found = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
         notes = []
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
-    limit = context - args.max_action_tokens
+    limit = actor.context - args.max_action_tokens
     data = []
     for dialogue in found:
         rows, _, _ = lay_out([dialogue], actor.tokenizer)
@@ -468,7 +467,6 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -477,7 +475,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > actor.context - room:
                 worlds.cut(i)
                 del rows[i]
         if not rows:

@@ -116,6 +116,7 @@ class Trajectory:
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
+    cut: bool = False  # the context ended it
     fate: str = "playing"  # then "ended", or "dropped" (a straggler), "broken" (its world): not learned from
 
     # --- while it is played
@@ -344,8 +345,18 @@ def listen(t: Trajectory, tokenizer, args) -> None:
         take_prompt(t, tokenizer, *result)
     t.pending = None
     t.turn_start = len(t.ids)
-    if t.turn_start + args.max_action_tokens > args.context:
-        t.fate = "ended"
+    if t.fate == "playing" and t.turn_start + args.max_action_tokens > args.context:
+        cut(t)
+
+
+def cut(t: Trajectory) -> None:
+    """Ends a rollout that has no room for a turn; the last one costs what the world charges for the rest."""
+    added, t.success = envs.play_out(t.world.step)
+    t.total += added
+    for record in t.turn_records[-1:]:
+        record["reward"] += added
+    t.cut = True
+    t.fate = "ended"
 
 
 def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
@@ -685,6 +696,7 @@ def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
         world.close()
     return named(tag, sampled) | named(f"{tag}_greedy", greedy)
 
+    metrics["cut"] = fmean(t.cut for t in played)
 
 def play_all(model, worlds, args, greedy: bool) -> dict:
     """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
@@ -702,6 +714,7 @@ def average(values) -> float:
     """Their mean; 0 if there are none."""
     return fmean(values or [0.0])
 
+        "rollout/cut": average([t.cut for t in ended]),
 
 def behaviour(played, world) -> dict:
     """Figures of an iteration's rollouts, and the habits that the world counts."""

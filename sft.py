@@ -415,13 +415,18 @@ def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: f
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
 def play(model, args: Args, greedy: bool) -> list[dict]:
-    """Every task once, in lockstep, `generate` writing. Where the context has no room, a dialogue ends."""
+    """Every task once, in lockstep, `generate` writing; a dialogue is cut where the context has no room.
+
+    Returns the dialogues that have an action.
+    """
     tokenizer = model.tokenizer
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
     tasks = list(range(num_tasks))[: args.eval_episodes or None]
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=tasks, indices=tasks)
+            else:
+                worlds.cut(i)
     room = args.context - args.max_action_tokens
     torch.manual_seed(0)  # `generate` draws from torch's own generator
     while True:
@@ -440,7 +445,7 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
         worlds.step(dict(zip(prompts, texts, strict=True)))
     worlds.close()
-    return worlds.dialogues
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
 
 
 # ---------------------------------------------------------- 8. training
@@ -451,6 +456,7 @@ def main(args: Args) -> dict[str, float]:
         raise ValueError(f"--epochs {args.epochs}: it must be at least 1")
 
     # --- the dialogues, and all that learns, as it starts
+        args.context = min(args.context, model.context)
     options = envs.options(args.world)
     world = envs.make(args.env, **options)
     is_tiny = args.model == "tiny"

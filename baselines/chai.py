@@ -377,7 +377,6 @@ def rollout(
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
     room = 4 * args.max_action_tokens
     while alive := worlds.alive():
@@ -385,7 +384,7 @@ def rollout(
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > actor.context - room:
                 worlds.cut(i)
                 del rows[i]
         if not rows:

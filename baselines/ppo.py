@@ -334,14 +334,13 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     worlds.reset(seeds=seeds, indices=indices)
     for dialogue in worlds.dialogues:
         dialogue["ids"] = []
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - args.max_action_tokens:
+            if len(rows[i]) > actor.context - args.max_action_tokens:
                 worlds.cut(i)
                 del rows[i]
         if not rows:

@@ -140,8 +140,11 @@ def checkpoint_of(world) -> str:
 def load(auto, source: str, args):
     """A model without dropout, in float32, on args.device; its tokenizer is its attribute `tokenizer`.
 
-    `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name.
-    Raises ValueError, in one line, for what is no whole model.
+    It has two more attributes: its `tokenizer`, and its `context`, the number of tokens that it can read.
+
+    `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name;
+    an adapter of PEFT is merged into its model. The tokenizer's eos_token is what ends a turn.
+    Raises ValueError, in one line, for what is no whole model, cannot learn, or speaks as no dialogue does.
     """
     import torch
     import transformers
@@ -168,6 +171,8 @@ def chat_pieces(tokenizer) -> tuple[str, str, str]:
     """
     if not tokenizer.chat_template:
         return "", "", ""
+    text_config = model.config.get_text_config()
+    model.context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
     roles = ("user", "assistant", "user")
     chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

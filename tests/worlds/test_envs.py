@@ -480,6 +480,22 @@ def test_a_dialogue_can_be_cut_from_outside():
     assert worlds.alive() == [0, 1, 2] and not any(d["cut"] for d in worlds.dialogues)
 
 
+def test_a_dialogue_that_is_cut_costs_what_the_world_charges_for_silence():
+    """On the last action, and success is the world's word; the text ends where the dialogue did."""
+    worlds = envs.VecTextEnv("twenty-questions", 2)
+    worlds.reset(indices=[10, 11])
+    worlds.step({0: "Is it alive?", 1: "Is it alive?"})
+    worlds.step({0: "Is it big?"})
+    worlds.cut(0)
+    worlds.cut(0)
+    first, second = worlds.dialogues
+    assert first["rewards"] == [-1.0, -19.0] and first["actions"] == ["Is it alive?", "Is it big?"]
+    assert len(first["observations"]) == 3 and not first["terminated"] and not first["success"]
+    assert second["rewards"] == [-1.0] and worlds.alive() == [1]
+    steps = iter([("", 1, False, False, {}), ("", 2.5, True, False, {"result": {"success": True}})])
+    assert envs.play_out(lambda action: next(steps) if action == "" else None) == (3.5, True)
+
+
 # ---------------------------------------------------------------------------------- a world's options
 
 
