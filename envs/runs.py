@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
+from importlib.util import find_spec
 from resource import RUSAGE_SELF, getrusage
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -143,7 +144,7 @@ def load(auto, source: str, args):
     It has two more attributes: its `tokenizer`, and its `context`, the number of tokens that it can read.
 
     `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name;
-    an adapter of PEFT is merged into its model. The tokenizer's eos_token is what ends a turn.
+    an adapter of PEFT is merged into its model.
     Raises ValueError, in one line, for what is no whole model, cannot learn, or speaks as no dialogue does.
     """
     import torch
@@ -152,13 +153,20 @@ def load(auto, source: str, args):
     options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     try:
         model, report = auto.from_pretrained(source, **options)
+        if Path(source, "adapter_config.json").exists() and not find_spec("peft"):
+            raise ValueError("it is an adapter, which needs the package peft: pip install peft")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
     except Exception as error:  # a damaged folder can raise anything
+        is_adapter = bool(getattr(model, "peft_config", None))
+        if is_adapter:
+            merge_adapter(model)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("none of its parameters can be trained")
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
-    print(f"model: {source}")
+    print(f"model: {source}" + is_adapter * f", an adapter, merged into {model.config.name_or_path}")
     model.tokenizer = tokenizer
     return model.to(args.device).eval()
 
@@ -166,6 +174,51 @@ def load(auto, source: str, args):
 @lru_cache(maxsize=8)
 def chat_pieces(tokenizer) -> tuple[str, str, str]:
     """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ...
+def merge_adapter(model) -> None:
+    """Adds the low-rank matrices of an adapter to those of the model, and drops them; all can be trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False  # else only an adapter would be saved
+    vars(model).pop("_weight_conversions", None)  # the adapter's, by which all weights would be renamed
+    model.requires_grad_(True)
+
+
+@lru_cache(maxsize=8)
+def chat_pieces(tokenizer) -> tuple[str, str, str]:
+    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ...
+def merge_adapter(model) -> None:
+    """Adds the low-rank matrices of an adapter to those of the model, and drops them; all can be trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False  # else only an adapter would be saved
+    vars(model).pop("_weight_conversions", None)  # the adapter's, by which all weights would be renamed
+    model.requires_grad_(True)
+
+
+class ChatPieces(NamedTuple):
+    """What stands around the texts of a dialogue: head prompt to_reply reply end to_prompt prompt ..."""
+
+    head: str
+    to_reply: str
+    end: str | None  # a token
+    to_prompt: str
+
+
+# What the prompt of a reply depends on beside the dialogue; templates that do not know it ignore it.
+FIXED = {"enable_thinking": False, "date_string": "26 Jul 2024", "strftime_now": date(2024, 7, 26).strftime}
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
 
     Without a template all three are empty. ValueError for one that ends turns with another token than EOS.
     """
