@@ -31,7 +31,7 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
@@ -127,12 +127,6 @@ class Trajectory:
     advantage: float | None = None  # E1 or E6; the same for all its tokens
     old_logp_M: torch.Tensor | None = None  # by the model as it was before the first step
     ref_logp_M: torch.Tensor | None = None  # by the model of the start (E7)
-
-
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def padded(rows: list[list[int]]) -> torch.Tensor:
@@ -361,8 +355,7 @@ def cut(t: Trajectory) -> None:
 
 def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
     """Takes in what a world's `reset` returns."""
-    head, _, to_turn = runs.chat_pieces(tokenizer)
-    t.ids += encode(tokenizer, head + text + to_turn)
+    t.ids += runs.encode_prompt(tokenizer, text)
     t.text = text
     t.answer = info["answer"]
 
@@ -380,11 +373,10 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     t.text = text
     t.total += reward
 
-    _, to_world, to_turn = runs.chat_pieces(tokenizer)
     end = tokenizer.eos_token_id
     if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
         t.ids.append(end)
-    t.ids += encode(tokenizer, to_world + reply + to_turn)
+    t.ids += runs.encode_reply(tokenizer, reply)
     if terminated or truncated:
         t.fate = "ended"
         t.terminated = terminated
@@ -696,7 +688,6 @@ def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
         world.close()
     return named(tag, sampled) | named(f"{tag}_greedy", greedy)
 
-    metrics["cut"] = fmean(t.cut for t in played)
 
 def play_all(model, worlds, args, greedy: bool) -> dict:
     """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
@@ -705,6 +696,7 @@ def play_all(model, worlds, args, greedy: bool) -> dict:
     played = rollout(model, worlds, tasks, tasks, args, generator, greedy)  # a task's number is its seed
     solved = {t.task: t.success for t in played}
     metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
+    metrics["cut"] = fmean(t.cut for t in played)
     if hasattr(worlds[0], "goals"):
         metrics |= worlds[0].goals(solved)
     return metrics
@@ -714,7 +706,6 @@ def average(values) -> float:
     """Their mean; 0 if there are none."""
     return fmean(values or [0.0])
 
-        "rollout/cut": average([t.cut for t in ended]),
 
 def behaviour(played, world) -> dict:
     """Figures of an iteration's rollouts, and the habits that the world counts."""
@@ -723,6 +714,7 @@ def behaviour(played, world) -> dict:
         "rollout/return": average([t.total for t in ended]),
         "rollout/success": average([t.success for t in ended]),
         "rollout/truncated": average([not t.terminated for t in ended]),
+        "rollout/cut": average([t.cut for t in ended]),
         "rollout/length": average([len(t.said) for t in played]),
         "rollout/tokens": average([len(t.logps) for t in played]),
         "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
@@ -762,7 +754,7 @@ def main(args: Args) -> dict:
     ref_model = None
     if args.kl and not args.lora:
         ref_model = make_model(args, source)
-    readable = min(args.context, model.config.max_position_embeddings)
+    readable = min(args.context, model.context)
     args = replace(args, context=readable)
     torch.set_default_device(args.device)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)

@@ -20,7 +20,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -85,12 +84,6 @@ Row = torch.Tensor  # [T, 2]: tokens, and the kind of each
 CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two are learned
 
 
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from, of a file or of the world's player, or the best of them."""
     if args.dataset:
@@ -119,26 +112,25 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
     ends the row as the reply, cut to the room that is left, and begins the next row as its prompt.
     No rows come back for a dialogue that does not fit into `context` tokens.
     """
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     texts = dialogue["observations"]
     imitated = dialogue.get("imitate", [True] * len(texts))
-    prompt = encode(tokenizer, head + texts[0] + to_reply)
+    prompt = runs.encode_prompt(tokenizer, texts[0])
     row = of_kind(CONTEXT, prompt)
     rows = []
     for turn, action in enumerate(dialogue["actions"]):
         kind = ACTION if imitated[turn] else CONTEXT  # D4
-        row += of_kind(kind, encode(tokenizer, action))
+        row += of_kind(kind, runs.encode(tokenizer, action))
         row += of_kind(kind, [tokenizer.eos_token_id])
         so_far = texts[turn] + action
         after = texts[turn + 1]
-        reply = encode(tokenizer, to_prompt + after.removeprefix(so_far) + to_reply)
+        reply = runs.encode_reply(tokenizer, after.removeprefix(so_far))
         if after.startswith(so_far):
             row += of_kind(REPLY, reply)
         else:  # written anew
             room = max(0, context - len(row))
             row += of_kind(REPLY, reply[:room])
             rows.append(row)
-            prompt = encode(tokenizer, head + after + to_reply)
+            prompt = runs.encode_prompt(tokenizer, after)
             row = of_kind(CONTEXT, prompt)
     rows.append(row)
     if max(map(len, rows)) > context:
@@ -425,8 +417,6 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
     tasks = list(range(num_tasks))[: args.eval_episodes or None]
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=tasks, indices=tasks)
-            else:
-                worlds.cut(i)
     room = args.context - args.max_action_tokens
     torch.manual_seed(0)  # `generate` draws from torch's own generator
     while True:
@@ -435,6 +425,8 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
             rows = rows_of(worlds.dialogues[i], tokenizer, args.context)
             if rows and len(rows[-1]) <= room:
                 prompts[i] = rows[-1][:, 0].tolist()
+            else:
+                worlds.cut(i)
         if not prompts:
             break
         ids = {"input_ids": list(prompts.values())}
@@ -456,7 +448,6 @@ def main(args: Args) -> dict[str, float]:
         raise ValueError(f"--epochs {args.epochs}: it must be at least 1")
 
     # --- the dialogues, and all that learns, as it starts
-        args.context = min(args.context, model.context)
     options = envs.options(args.world)
     world = envs.make(args.env, **options)
     is_tiny = args.model == "tiny"
@@ -465,6 +456,7 @@ def main(args: Args) -> dict[str, float]:
         model = make_tiny(dialogues, args)
     else:  # loaded first, as that may fail, and dialogues may take minutes to make
         model = runs.load(transformers.AutoModelForCausalLM, args.model, args)
+        args.context = min(args.context, model.context)
         dialogues = read(world, args, 0)
     tokenizer = model.tokenizer
     set_generation(model, args.max_action_tokens)

@@ -18,10 +18,8 @@ Differs from the paper; in brackets what undoes it:
       the authors' code all that were ever played are filtered (--buffer-size 100000000).
 """
 
-import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -73,12 +71,6 @@ class Args:
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one follows the end.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class Span(NamedTuple):
     """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
 
@@ -97,7 +89,6 @@ def lay_out(dialogues, tokenizer):
     rows = []
     spans = []
     prompts = []
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
@@ -105,16 +96,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
+                row = rows[-1] + runs.encode_reply(tokenizer, added)
             else:
-                row = encode(tokenizer, head + observation + to_reply)
+                row = runs.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a list of `encode`.
-            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            # Not +=, which would change a shared list.
+            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:

@@ -23,10 +23,8 @@ Differs from the second paper, or from the code that it used (LMRL-Gym's); in br
 """
 
 import copy
-import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -84,12 +82,6 @@ class Args:
 # next action, in most worlds the whole text so far; the last one follows the end.
 # Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
 # "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class Span(NamedTuple):
     """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
 
@@ -108,7 +100,6 @@ def lay_out(dialogues, tokenizer):
     rows = []
     spans = []
     prompts = []
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
@@ -116,14 +107,14 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
+                row = rows[-1] + runs.encode_reply(tokenizer, added)
             else:
-                row = encode(tokenizer, head + observation + to_reply)
+                row = runs.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]  # not +=, which would change a list of `encode`
+            row = row + dialogue["ids"][turn]  # not +=, which would change a shared list
             if goes_on:
                 rows[-1] = row
             else:

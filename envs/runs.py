@@ -18,13 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from datetime import date
 from functools import lru_cache
-from pathlib import Path
 from importlib.util import find_spec
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import envs
 
@@ -139,12 +140,12 @@ def checkpoint_of(world) -> str:
 
 
 def load(auto, source: str, args):
-    """A model without dropout, in float32, on args.device; its tokenizer is its attribute `tokenizer`.
+    """A model without dropout, in float32, on args.device.
 
     It has two more attributes: its `tokenizer`, and its `context`, the number of tokens that it can read.
 
     `auto` is a class of transformers such as AutoModelForCausalLM, `source` a folder or a Hugging Face name;
-    an adapter of PEFT is merged into its model.
+    an adapter of PEFT is merged into its model. The tokenizer's eos_token is what ends a turn.
     Raises ValueError, in one line, for what is no whole model, cannot learn, or speaks as no dialogue does.
     """
     import torch
@@ -152,45 +153,29 @@ def load(auto, source: str, args):
 
     options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
     try:
-        model, report = auto.from_pretrained(source, **options)
         if Path(source, "adapter_config.json").exists() and not find_spec("peft"):
             raise ValueError("it is an adapter, which needs the package peft: pip install peft")
+        model, report = auto.from_pretrained(source, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-    except Exception as error:  # a damaged folder can raise anything
         is_adapter = bool(getattr(model, "peft_config", None))
         if is_adapter:
             merge_adapter(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("none of its parameters can be trained")
+        if tokenizer.chat_template:
+            tokenizer.eos_token = chat_pieces(tokenizer).end
+    except Exception as error:  # a damaged folder can raise anything
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
     print(f"model: {source}" + is_adapter * f", an adapter, merged into {model.config.name_or_path}")
     model.tokenizer = tokenizer
+    text_config = model.config.get_text_config()
+    model.context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
     return model.to(args.device).eval()
 
 
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ...
-def merge_adapter(model) -> None:
-    """Adds the low-rank matrices of an adapter to those of the model, and drops them; all can be trained."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            model.set_submodule(name, module.get_base_layer())
-    del model.peft_config
-    model._hf_peft_config_loaded = False  # else only an adapter would be saved
-    vars(model).pop("_weight_conversions", None)  # the adapter's, by which all weights would be renamed
-    model.requires_grad_(True)
-
-
-@lru_cache(maxsize=8)
-def chat_pieces(tokenizer) -> tuple[str, str, str]:
-    """A chat template's (head, to_prompt, to_reply): head prompt to_reply reply EOS to_prompt prompt ...
 def merge_adapter(model) -> None:
     """Adds the low-rank matrices of an adapter to those of the model, and drops them; all can be trained."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -214,26 +199,89 @@ class ChatPieces(NamedTuple):
     to_prompt: str
 
 
-# What the prompt of a reply depends on beside the dialogue; templates that do not know it ignore it.
-FIXED = {"enable_thinking": False, "date_string": "26 Jul 2024", "strftime_now": date(2024, 7, 26).strftime}
+# What a template may ask for beside the dialogue: a date, which must not change, and no thoughts.
+DAY = date(2024, 7, 26)
+FIXED = {"enable_thinking": False, "date_string": DAY.strftime("%d %b %Y")}
+NOW = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # a call in a template
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
+@lru_cache(maxsize=8)
+def chat_pieces(tokenizer) -> ChatPieces:
+    """The pieces of a chat template; without one all but the end are empty.
 
-    Without a template all three are empty. ValueError for one that ends turns with another token than EOS.
+    A template may leave an empty thought out of the history: ours keeps it, as it stood before the reply.
+    Raises ValueError for one that otherwise writes history in another way than the prompt of a reply, and
+    for an end that is no control token, as nobody could sample it.
     """
     if not tokenizer.chat_template:
-        return "", "", ""
-    text_config = model.config.get_text_config()
-    model.context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
-    roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    head, _, to_prompt, to_reply = re.split("<[012]>", text)  # _ is to_reply once more
-    end = tokenizer.eos_token
-    if not to_prompt.startswith(end):
-        raise ValueError(f"the chat template ends turns with another token than {end!r}")
-    return head, to_prompt.removeprefix(end), to_reply
+        return ChatPieces("", "", tokenizer.eos_token, "")
+    chat = [{"role": ("user", "assistant")[i % 2], "content": f"<{i}>"} for i in range(5)]
+    try:
+        template = NOW.sub(lambda call: repr(DAY.strftime(call[2])), tokenizer.get_chat_template())
+        options = {"chat_template": template, "add_generation_prompt": True} | FIXED
+        whole = tokenizer.apply_chat_template(chat, tokenize=False, **options)
+    except Exception as error:  # a template can raise anything
+        raise ValueError(f"its chat template writes no dialogue: {error}") from error
+    parts = re.split("<[0-4]>", whole)
+    if len(parts) != 6:
+        raise ValueError("its chat template does not write every text of a dialogue once")
+    head, to_first, between, to_second, between_again, to_reply = parts
+    known = (to_reply, EMPTY_THOUGHT.sub("", to_reply))
+    if to_first not in known or (to_second, between_again) != (to_first, between):
+        shown = whole.removeprefix(head)
+        raise ValueError(f"its chat template writes history otherwise than the prompt of a reply: {shown!r}")
+    ends = [token for token in control_tokens(tokenizer) if between.startswith(token)]
+    if not ends:
+        raise ValueError(f"its chat template ends a turn with no control token: {between!r}")
+    return ChatPieces(head, to_reply, ends[0], between.removeprefix(ends[0]))
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer) -> list[str]:
+    """The special tokens of a tokenizer, the longest first."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted(special, key=len, reverse=True)
+
+
+@lru_cache(maxsize=100_000)  # worlds repeat themselves
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of text, in which control tokens are spelled. The list is shared: do not change it."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+@lru_cache(maxsize=100_000)
+def encode_prompt(tokenizer, text: str) -> list[int]:
+    """Token ids of the first text of a dialogue, up to the reply. The list is shared: do not change it."""
+    if tokenizer.chat_template:
+        pieces = chat_pieces(tokenizer)
+        return encode_between(tokenizer, pieces.head, text, pieces.to_reply)
+    begun = tokenizer("a")["input_ids"]  # a base model may know no text without a token before it
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return begun[: begun.index(bare[0])] + encode(tokenizer, text)
+
+
+@lru_cache(maxsize=100_000)
+def encode_reply(tokenizer, text: str) -> list[int]:
+    """Token ids from behind the end of a turn up to the next one. The list is shared: do not change it."""
+    pieces = chat_pieces(tokenizer)
+    return encode_between(tokenizer, pieces.to_prompt, text, pieces.to_reply)
+
+
+def encode_between(tokenizer, before: str, text: str, after: str) -> list[int]:
+    """Token ids of a text between two pieces of a template: together, as the model knows it, if that is safe.
+
+    Where the text spells a control token, the pieces are encoded apart.
+    """
+    if not (before or after):
+        return encode(tokenizer, text)
+
+    def with_control(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    if any(token in text for token in control_tokens(tokenizer)):
+        return with_control(before) + encode(tokenizer, text) + with_control(after)
+    return with_control(before + text + after)
 
 
 def why_not_loaded(source: str, error: Exception, args=None) -> str:

@@ -114,14 +114,14 @@ class Lookup(gymnasium.Env):
 
 def prompt_ids(tokenizer, observation: str) -> list[int]:
     """Token ids of what a rollout begins with."""
-    before, _, behind = runs.chat_pieces(tokenizer)
-    return loop_ppo.encode(tokenizer, before + observation + behind)
+    pieces = runs.chat_pieces(tokenizer)
+    return tokenizer(pieces.head + observation + pieces.to_reply, add_special_tokens=False)["input_ids"]
 
 
 def reply_ids(tokenizer, reply: str) -> list[int]:
     """Token ids of what a world says behind the end of a turn."""
-    _, between, behind = runs.chat_pieces(tokenizer)
-    return loop_ppo.encode(tokenizer, between + reply + behind)
+    pieces = runs.chat_pieces(tokenizer)
+    return tokenizer(pieces.to_prompt + reply + pieces.to_reply, add_special_tokens=False)["input_ids"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -185,7 +185,7 @@ def taught_model(dialogues: list[dict], width: int, epochs: int, folder: Path) -
         t = loop_ppo.Trajectory(0, ids=list(prompt_ids(tokenizer, d["observations"][0])))
         replies = envs.replies(d["observations"], d["actions"])
         for action, reply in zip(d["actions"], replies, strict=True):
-            turn = [*loop_ppo.encode(tokenizer, action), tokenizer.eos_token_id]
+            turn = [*runs.encode(tokenizer, action), tokenizer.eos_token_id]
             t.turns.append(range(len(t.ids), len(t.ids) + len(turn)))
             t.logps += [0.0] * len(turn)
             t.ids += turn + reply_ids(tokenizer, reply)
@@ -1093,15 +1093,15 @@ def test_a_chat_template_frames_prompts_and_replies(base):
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = model.tokenizer
-    assert runs.chat_pieces(tokenizer) == ("<<[user]", "[user]", ".[assistant]")
+    assert runs.chat_pieces(tokenizer) == ("<<[user]", ".[assistant]", "<|endoftext|>", "[user]")
     played = play(model, small(max_action_tokens=3))
     for t in played:
         prompt, _ = Lookup().reset(options={"index": t.task})
-        expected = list(loop_ppo.encode(tokenizer, f"<<[user]{prompt}.[assistant]"))
+        expected = tokenizer(f"<<[user]{prompt}.[assistant]")["input_ids"]
         for turn, (_, reply) in zip(t.turns, t.said, strict=True):
             expected += [t.ids[c] for c in turn]
             expected += [0] if expected[-1] else []  # the end of a turn that was cut
-            expected += loop_ppo.encode(tokenizer, f"[user]{reply}.[assistant]")
+            expected += tokenizer(f"[user]{reply}.[assistant]")["input_ids"]
         assert t.ids == expected
     assert max(len(t.turns) for t in played) > 1
 

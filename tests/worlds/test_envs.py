@@ -621,8 +621,8 @@ def test_an_agents_prompt_is_made_of_pieces(agent):
     player.append_only = False
     assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
     player.append_only, player.tokenizer.chat_template = True, TEMPLATE
-    envs.runs.chat_pieces.cache_clear()
-    player.before, player.between, player.behind = envs.runs.chat_pieces(player.tokenizer)
+    for cached in (envs.runs.chat_pieces, envs.runs.encode_prompt, envs.runs.encode_reply):
+        cached.cache_clear()
     whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
     asked = "<|user|>Hall.\n</s><|assistant|>go north</s>"
     assert whole == asked + "<|user|> Study.\n</s><|assistant|>"
