@@ -311,7 +311,7 @@ def score(actor, dialogues, utterances, temperature, dtype):
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
     return logits_MV, token_M, hidden_MH, owner_M
 
@@ -470,7 +470,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -684,6 +684,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    runs.probe(actor, masked_states, args.dtype)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     if args.critic:
         body = runs.load(transformers.AutoModel, args.critic, args)

@@ -327,7 +327,7 @@ def score(actor, dialogues, utterances, temperature, dtype):
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
     return logits_MV, token_M, hidden_MH, owner_M
 
@@ -430,7 +430,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -636,6 +636,7 @@ def main(args: Args) -> dict[str, float]:
     # --- the data
     source = args.actor or runs.checkpoint_of(world)
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    runs.probe(actor, masked_states, args.dtype)
     data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))

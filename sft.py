@@ -315,6 +315,7 @@ def make_tiny(dialogues: list[dict], args: Args):
     )  # D1
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.tokenizer = tokenizer
+    model.context = args.context
     return model.to(args.device).eval()
 
 
@@ -331,6 +332,16 @@ def set_generation(model, max_action_tokens: int) -> None:
     )
 
 
+def probe_score(model) -> None:
+    """Raises ValueError for a model that `score` reads otherwise than it reads by itself."""
+    ids_BT = runs.probe_ids(model)
+
+    def read():
+        return model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+
+    runs.compare(model, ids_BT, read, "what is scored")
+
+
 def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] of all tokens to learn, and their kinds [M]. Padding is behind: no token sees it."""
     padded_BT2 = nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -341,7 +352,7 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_MH = hidden_BTH[:, :-1][is_learned_BT]
-    logits_MV = model.get_output_embeddings()(hidden_MH)  # [B, T, V] would be large
+    logits_MV = runs.logits_of(model, hidden_MH)  # [B, T, V] would be large
     target_M = next_ids_BT[is_learned_BT]
     nll_M = nn.functional.cross_entropy(logits_MV, target_M, reduction="none")
     return -nll_M, next_kind_BT[is_learned_BT]
@@ -460,6 +471,7 @@ def main(args: Args) -> dict[str, float]:
         dialogues = read(world, args, 0)
     tokenizer = model.tokenizer
     set_generation(model, args.max_action_tokens)
+    probe_score(model)
     optimizers = make_optimizers(model, args.optimizer, args.lr)
     modules = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     modules["model"] = model

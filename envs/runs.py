@@ -139,6 +139,9 @@ def checkpoint_of(world) -> str:
     return str(Path(__file__).parent.parent / "checkpoints" / world.demonstration_env)
 
 
+LIMITS = ("max_position_embeddings", "max_seq_len", "sliding_window")  # names in configurations
+
+
 def load(auto, source: str, args):
     """A model without dropout, in float32, on args.device.
 
@@ -166,13 +169,17 @@ def load(auto, source: str, args):
             raise ValueError("none of its parameters can be trained")
         if tokenizer.chat_template:
             tokenizer.eos_token = chat_pieces(tokenizer).end
+        is_writer = auto is transformers.AutoModelForCausalLM
+        if is_writer and "eos_token" not in tokenizer.special_tokens_map:
+            raise ValueError("its tokenizer has no token that ends a turn")
     except Exception as error:  # a damaged folder can raise anything
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
     print(f"model: {source}" + is_adapter * f", an adapter, merged into {model.config.name_or_path}")
     model.tokenizer = tokenizer
     text_config = model.config.get_text_config()
-    model.context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+    limits = [getattr(text_config, name, None) for name in LIMITS]
+    model.context = min(limit or sys.maxsize for limit in limits)  # the masks here know no windows
     return model.to(args.device).eval()
 
 
@@ -282,6 +289,135 @@ def encode_between(tokenizer, before: str, text: str, after: str) -> list[int]:
     if any(token in text for token in control_tokens(tokenizer)):
         return with_control(before) + encode(tokenizer, text) + with_control(after)
     return with_control(before + text + after)
+
+
+class Answer:
+    """Stands where a body or a part of it stood, and answers all calls with the same hidden states.
+
+    It is its own output, too: item 0 and `last_hidden_state` are the states. All else it has of the body.
+    """
+
+    def __init__(self, body, hidden):
+        self.body = body
+        self.last_hidden_state = hidden
+
+    def __call__(self, *args, **options):
+        return self
+
+    def __getitem__(self, index: int):
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):  # torch asks for such
+            raise AttributeError(name)
+        found = getattr(self.body, name, self)
+        return self if hasattr(found, "forward") else found
+
+
+def logits_of(model, hidden):
+    """Logits of hidden states [..., H] by all that a model does behind its body: head, scale, cap.
+
+    It is the model's own forward pass, with a body that answers with these states.
+    """
+    body = model.base_model
+    name = next(name for name, module in model.named_children() if module is body)
+    model._modules[name] = Answer(body, hidden.reshape(1, -1, hidden.shape[-1]))
+    try:
+        logits = model(use_cache=False).logits
+    finally:
+        model._modules[name] = body
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+PROBED = 512  # tokens of the row with which a model is probed, at most
+SAMPLER_GAP = {"float32": 0.01, "bfloat16": 1.0}  # nats, of single tokens
+FORK = 4  # of these, tokens of another utterance than the row's
+TOLERANCE = {False: 0.01, True: 0.1}  # nats, and those if it computes in bfloat16
+
+
+def probe(model, masked_states: Callable, dtype: str) -> None:
+    """Raises ValueError for a model that does not score and write here as it does by itself.
+
+    `masked_states` is that of the scripts. A row of random tokens with a fork in its middle is read in one
+    pass, as where utterances are scored, and token by token behind what was read before, as where they are
+    written.
+    """
+    import torch
+    import transformers
+
+    ids_BT = probe_ids(model).cpu()
+    T = ids_BT.shape[1] - FORK
+    start = T // 2
+    position_BT = torch.cat([torch.arange(T), torch.arange(start, start + FORK)])[None]
+    visible_BTT = torch.ones(1, T + FORK, T + FORK, dtype=torch.bool).tril()
+    visible_BTT[:, T:, start:T] = False
+
+    def score():
+        return masked_states(model.base_model, ids_BT, position_BT, visible_BTT, dtype)[:, T:]
+
+    def write():
+        cache = transformers.DynamicCache()
+        states = []
+        for columns in (slice(0, T), *(slice(i, i + 1) for i in range(T, T + FORK))):
+            visible = visible_BTT[:, columns, : columns.stop]
+            position = position_BT[:, columns]
+            ids = ids_BT[:, columns]
+            states.append(masked_states(model.base_model, ids, position, visible, dtype, cache))
+        return torch.cat(states[1:], 1)
+
+    forked_BT = torch.cat([ids_BT[:, :start], ids_BT[:, T:]], 1).to(model.device)
+    is_mixed = dtype == "bfloat16"
+    compare(model, forked_BT, score, "what is scored", is_mixed)
+    compare(model, forked_BT, write, "what is written", is_mixed)
+
+
+def probe_ids(model):
+    """Random tokens [1, T], as many as a model can read or PROBED."""
+    import torch
+
+    number = min(len(model.tokenizer), model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator("cpu").manual_seed(0)
+    T = min(model.context, PROBED)
+    return torch.randint(number, (1, T), generator=generator, device="cpu").to(model.device)
+
+
+def compare(model, ids_BT, states: Callable, what: str, is_mixed: bool = False) -> None:
+    """Raises ValueError if hidden states give other log-probs than a model itself does, or if it looks ahead.
+
+    `states()` are those [1, N, H] of the last N tokens of a row. Compared are the likeliest tokens.
+    """
+    import torch
+
+    refused = f"a model of type {model.config.model_type} cannot be used"
+    try:
+        with torch.no_grad():
+            hidden_BNH = states()
+            found_BNV = logits_of(model, hidden_BNH)
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=is_mixed):
+                own_BTV = model(input_ids=ids_BT, use_cache=False).logits
+                earlier_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
+    except Exception as error:  # each kind of model has its own
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{refused}: its forward pass fails here, {why}") from error
+    tolerance = TOLERANCE[is_mixed or model.dtype == torch.bfloat16]
+    if not distance(own_BTV[:, :-1], earlier_BTV) <= tolerance:
+        raise ValueError(f"{refused}: what it says of a token depends on those that follow")
+    gap = distance(own_BTV[:, -hidden_BNH.shape[1] :], found_BNV)
+    if not gap <= tolerance:
+        raise ValueError(f"{refused}: {what} is {gap:.2g} nats from what it says by itself")
+
+
+def distance(logits, others) -> float:
+    """The largest difference between the log-probs of the ten tokens that are the likeliest by the first."""
+    logp = logits.float().log_softmax(-1)
+    top = logp.topk(10)
+    return (top.values - others.float().log_softmax(-1).gather(-1, top.indices)).abs().max().item()
+
+
+def check_gap(gap: float, dtype: str) -> None:
+    """Raises ArithmeticError where a token's log-prob was another at sampling than it is at scoring."""
+    if not gap <= SAMPLER_GAP[dtype]:
+        raise ArithmeticError(f"log-probs of sampled and of scored tokens are {gap:.2g} nats apart")
 
 
 def why_not_loaded(source: str, error: Exception, args=None) -> str:

@@ -52,6 +52,20 @@ def make_rambler(base: Path, folder: Path) -> Path:
     return folder
 
 
+def make_looker_ahead(base: Path, folder: Path) -> Path:
+    """A model with the tokenizer of `base` in which every token sees those that follow it: a BERT."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), initializer_range=0.5, **sizes)
+    torch.manual_seed(0)
+    transformers.BertLMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def guide_options(folder: Path) -> list[str]:
     """Options of guide_simcse.py that name small files of data, made in `folder`."""
     from test_guide_simcse import to_file, toy_eval, toy_records

@@ -1,19 +1,37 @@
 """Other people's models: their templates, their tokenizers, and whether the scripts score what they say."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import archer
 import envs
 import sft
 from baselines import ppo
+from benchmarks import models as table
 from envs import runs
 
 ROOT = Path(__file__).parents[2]
+EXACT = 1e-4  # nats
+
+# Of each way in which architectures differ one, and which scripts must refuse it.
+ALL = ["archer.py", "loop_ppo.py", "sft.py"]
+KINDS = {
+    "llama": [],
+    "gpt2": [],  # a table of positions
+    "granite": [],  # a scale behind the head
+    "gemma2": [],  # a cap behind the head, a window
+    "mistral": [],  # a window
+    "gptj": [],  # eager attention, to which a mask is added
+    "opt": [],  # a head that reads a part of the body
+    "mpt": ["archer.py"],  # biases by distance in the row, which is none from a fork
+    "mamba": ["archer.py", "loop_ppo.py"],  # no attention
+    "falcon_h1": ["archer.py", "loop_ppo.py"],  # attention and a recurrence
+    "bert": ALL,  # looks ahead
+}
 
 # A template as most are: the prompt of a reply is written as the history is.
 USUAL = (
@@ -38,23 +56,6 @@ DIALOGUE = {
     "rewards": [-1.0, -1.0],
     "ids": None,
 }
-
-
-def make_tokenizer(
-    special: list[str], template: str | None = None, bos: bool = False, eos: str | None = "</s>"
-):
-    """A tokenizer of bytes with these control tokens; with `bos` it puts <s> before every text."""
-    names = ["<unk>", "<s>", "</s>", *special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(dict.fromkeys(names))}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", *special])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
-    known = {"bos_token": "<s>", "eos_token": eos, "unk_token": "<unk>"}
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)
-    made.chat_template = template
-    return made
 
 
 def make_llama(tokenizer, folder: Path) -> Path:
@@ -93,7 +94,7 @@ def chat_of(dialogue: dict) -> list[dict]:
 # ------------------------------------------------------------------------------------------ templates
 def test_the_end_of_a_turn_is_the_template_s(tmp_path):
     """Not eos_token, which in many families ends a document and not a turn."""
-    model = load(make_tokenizer(["<|im_start|>", "<|im_end|>"], USUAL), tmp_path)
+    model = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], USUAL), tmp_path)
     assert model.tokenizer.eos_token == "<|im_end|>"
     whole = model.tokenizer.apply_chat_template(chat_of(DIALOGUE), add_generation_prompt=True)["input_ids"]
     assert spelled(DIALOGUE, model.tokenizer) == [whole] * 3
@@ -103,7 +104,7 @@ def test_the_end_of_a_turn_is_the_template_s(tmp_path):
 
 def test_a_model_that_can_think_is_asked_not_to(tmp_path):
     """Else the world gets "<think>", the first line of every reply. The history keeps the empty thought."""
-    tokenizer = load(make_tokenizer(["<|im_start|>", "<|im_end|>"], THINKS), tmp_path).tokenizer
+    tokenizer = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], THINKS), tmp_path).tokenizer
     asked = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     for ids in spelled(DIALOGUE, tokenizer):
         text = tokenizer.decode(ids)
@@ -111,7 +112,7 @@ def test_a_model_that_can_think_is_asked_not_to(tmp_path):
 
 
 def test_a_template_s_date_is_always_the_same(tmp_path):
-    tokenizer = load(make_tokenizer(["<|im_start|>", "<|im_end|>"], DATED), tmp_path).tokenizer
+    tokenizer = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], DATED), tmp_path).tokenizer
     for ids in spelled(DIALOGUE, tokenizer):
         assert tokenizer.decode(ids).startswith("26 July 202426 Jul 2024\n")
 
@@ -119,22 +120,58 @@ def test_a_template_s_date_is_always_the_same(tmp_path):
 @pytest.mark.parametrize("template", REFUSED, ids=REFUSED.values())
 def test_a_template_that_cannot_be_followed_is_refused_in_one_line(tmp_path, template):
     with pytest.raises(ValueError, match=f"^no model in .*: its chat template {REFUSED[template]}") as error:
-        load(make_tokenizer(["<|im_start|>", "<|im_end|>"], template), tmp_path)
+        load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], template), tmp_path)
     assert "\n" not in str(error.value)
+
+
+def templates_of_the_page() -> dict[str, str]:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `(\w+)` \| (followed.*|refused) \|$", page, re.M))
+
+
+@pytest.mark.external
+@pytest.mark.parametrize("name", sorted(templates_of_the_page()))
+def test_a_published_template_is_followed_to_the_token_or_refused(name, tmp_path):
+    """Of Llama, Qwen, Gemma, Phi, Cohere, DeepSeek, LFM, GLM, gpt-oss, Nemotron and others."""
+    pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
+    template, said = table.published()[name], templates_of_the_page()[name]
+    tokenizer = table.make_tokenizer(table.control_tokens(template), template, eos="<|endoftext|>")
+    if said == "refused":
+        with pytest.raises(ValueError, match=r"^no model in .*: its chat template [^\n]*$"):
+            load(tokenizer, tmp_path)
+        return
+    tokenizer = load(tokenizer, tmp_path).tokenizer
+    bare = DIALOGUE | {"observations": ["Hi:", "Hi:a,no.", "Hi:a,no.b,yes."]}  # some strip what is said
+    whole = tokenizer.apply_chat_template(
+        chat_of(bare), tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    whole = re.sub(r"Date: \d+ \w+ 2026", "Date: 26 Jul 2024", whole)
+    for ids in spelled(bare, tokenizer):
+        text = tokenizer.decode(ids)
+        if said != "followed":
+            text, whole = (re.sub(r"<think>\s*</think>\s*", "", x) for x in (text, whole))
+        assert text == whole
 
 
 # ----------------------------------------------------------------------------------------- tokenizers
 def test_a_base_model_gets_the_token_before_every_text(tmp_path):
     """As README's snippet for loading gives it."""
-    tokenizer = load(make_tokenizer([], bos=True), tmp_path).tokenizer
+    tokenizer = load(table.make_tokenizer([], bos=True), tmp_path).tokenizer
     for ids in spelled(DIALOGUE, tokenizer):
         assert ids[:5] == tokenizer("Hi: ")["input_ids"] and ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_tokenizer_without_an_end_is_refused_in_one_line(tmp_path):
+    tokenizer = table.make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"^no model in .*: its tokenizer has no token that ends a turn$"):
+        load(tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("template", [None, USUAL], ids=["base", "chat"])
 def test_a_control_token_that_is_spelled_is_text(tmp_path, template):
     """In what the world says and in what an agent is said to have said: else it would end a turn."""
-    tokenizer = load(make_tokenizer(["<|im_start|>", "<|im_end|>"], template), tmp_path).tokenizer
+    tokenizer = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], template), tmp_path).tokenizer
     end = tokenizer.eos_token
     odd = {"observations": [f"Hi{end}: "], "actions": [f"a{end}", "b"], "rewards": [-1.0, -1.0]}
     for action, reply in zip(odd["actions"], (f" no{end}<|im_start|>\n", " yes\n"), strict=True):
@@ -157,3 +194,46 @@ def test_the_ready_made_checkpoints_read_as_they_did(folder):
             plain = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert runs.encode(tokenizer, text) == plain
             assert runs.encode_prompt(tokenizer, text) == runs.encode_reply(tokenizer, text) == plain
+
+
+# -------------------------------------------------------------------------------------- architectures
+def held_to(found: dict[str, float | str]) -> list[str]:
+    """The scripts that refuse a model; a third outcome beside that and its own log-probs there is none."""
+    for outcome in found.values():
+        if isinstance(outcome, str):
+            assert "cannot be used: " in outcome or outcome.startswith("no model in "), outcome
+            assert len(outcome.splitlines()) == 1
+        else:
+            assert outcome < EXACT
+    return [script for script, outcome in found.items() if isinstance(outcome, str)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_says_here_what_it_says_by_itself_or_is_refused(kind):
+    assert held_to(table.outcomes(kind)) == KINDS[kind]
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| ((?:no|\de.\d\d)(?: \| (?:no|\de.\d\d)){2}) \|$", page, re.M)
+    return {kind: cells.split(" | ") for kind, cells in rows}
+
+
+def refused_by(cells: list[str]) -> list[str]:
+    return [script for script, cell in zip(ALL, cells, strict=True) if cell == "no"]
+
+
+def test_the_page_has_the_models_of_the_quick_test():
+    rows = rows_of_the_page()
+    assert len(rows) >= 40
+    for kind, refused in KINDS.items():
+        assert refused_by(rows[kind]) == refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(rows_of_the_page()))
+def test_the_page_is_true(kind):
+    refused = held_to(table.outcomes(kind))
+    assert refused == [
+        script for script, cell in zip(ALL, rows_of_the_page()[kind], strict=True) if cell == "no"
+    ]

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from tiny import guide_options, make_checkpoint, make_rambler
+from tiny import guide_options, make_checkpoint, make_looker_ahead, make_rambler
 
 import envs
 from envs import runs
@@ -1040,6 +1040,17 @@ def test_weights_that_are_missing_are_not_drawn_at_random(script, checkpoint, ti
     assert not (tmp_path / "runs").exists()
     shutil.rmtree(folder)
     assert str(folder) in one_line(script, *options)
+
+
+@pytest.mark.parametrize("script", SPEAKERS, ids=lambda path: path.stem)
+def test_a_model_that_is_read_otherwise_than_by_itself_is_refused(script, checkpoint, tmp_path):
+    """Before anything is learned; else a run would end with exit code 0 and wrong numbers."""
+    folder = make_looker_ahead(checkpoint(ROOT / "archer.py"), tmp_path / "model")
+    options = ["--env", WORLD["archer"], "--runs", tmp_path / "runs", *tiny(script, folder)]
+    said = one_line(script, *options)
+    reason = "what it says of a token depends on those that follow"
+    assert said == f"{script.name}: a model of type bert cannot be used: {reason}"
+    assert not (tmp_path / "runs").exists()
 
 
 @each_script
