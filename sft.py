@@ -265,7 +265,8 @@ def make_vocabulary(said: Counter, size: int, phrases: int):
     blank_to_mark = normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark)
     put_mark = normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark)
     tokenizer.normalizer = normalizers.Sequence([blank_to_mark, put_mark])
-    pieces = Regex(r"\u2581\w+|[^\w\u2581\n]+|\n")
+    # A blank that begins a text goes with its word: what answers an action is known by its first token.
+    pieces = Regex(r" ?\u2581\w+|[^\w\u2581\n]+\n?|\n")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
     mark_to_blank = decoders.Replace(Regex(rf"(?<=\w){mark}"), " ")
     drop_mark = decoders.Replace(mark, "")

@@ -561,6 +561,15 @@ def test_a_word_is_one_token_wherever_it_stands(tiny):
         assert runs.encode(tokenizer, text).count(mail) == text.count("mail")
 
 
+def test_a_reply_is_told_by_its_first_token():
+    replies = [" Yes.\n", " No.\n", " Invalid question.\n"]
+    tokenizer = sft.make_vocabulary(Counter(replies * 9), 600, 0)
+    spelled = [sft.encode(tokenizer, reply) for reply in replies]
+    assert len({ids[0] for ids in spelled}) == 3
+    assert [len(ids) for ids in spelled] == [2, 2, 3]
+    assert [tokenizer.decode(ids) for ids in spelled] == replies
+
+
 def test_every_text_can_be_written(tiny):
     _, tokenizer, _ = tiny
     rng = random.Random(0)
