@@ -564,7 +564,7 @@ def test_a_word_is_one_token_wherever_it_stands(tiny):
 def test_a_reply_is_told_by_its_first_token():
     replies = [" Yes.\n", " No.\n", " Invalid question.\n"]
     tokenizer = sft.make_vocabulary(Counter(replies * 9), 600, 0)
-    spelled = [sft.encode(tokenizer, reply) for reply in replies]
+    spelled = [runs.encode(tokenizer, reply) for reply in replies]
     assert len({ids[0] for ids in spelled}) == 3
     assert [len(ids) for ids in spelled] == [2, 2, 3]
     assert [tokenizer.decode(ids) for ids in spelled] == replies
