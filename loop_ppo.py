@@ -477,7 +477,7 @@ def probe_memory(model) -> None:
         memory.keep([0])
         t.ids.append(last)
         memory.read([t])
-        return memory.hidden_BH[None]
+        return memory.hidden_BH
 
     runs.compare(model, ids_BT, write, "what is written")
 
@@ -741,6 +741,7 @@ def sample_of(t: Trajectory, iteration) -> dict:
         "iteration": iteration,
         "answer": t.answer,
         "return": t.total,
+        "success": t.success,
         "fate": t.fate,
         "text": t.text,
         "turns": t.turn_records,

@@ -338,7 +338,7 @@ def probe_score(model) -> None:
     ids_BT = runs.probe_ids(model)
 
     def read():
-        return model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        return model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
 
     runs.compare(model, ids_BT, read, "what is scored")
 

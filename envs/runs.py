@@ -353,7 +353,7 @@ def probe(model, masked_states: Callable, dtype: str) -> None:
     visible_BTT[:, T:, start:T] = False
 
     def score():
-        return masked_states(model.base_model, ids_BT, position_BT, visible_BTT, dtype)[:, T:]
+        return masked_states(model.base_model, ids_BT, position_BT, visible_BTT, dtype)[0, T:]
 
     def write():
         cache = transformers.DynamicCache()
@@ -363,7 +363,7 @@ def probe(model, masked_states: Callable, dtype: str) -> None:
             position = position_BT[:, columns]
             ids = ids_BT[:, columns]
             states.append(masked_states(model.base_model, ids, position, visible, dtype, cache))
-        return torch.cat(states[1:], 1)
+        return torch.cat(states[1:], 1)[0]
 
     forked_BT = torch.cat([ids_BT[:, :start], ids_BT[:, T:]], 1).to(model.device)
     is_mixed = dtype == "bfloat16"
@@ -384,25 +384,25 @@ def probe_ids(model):
 def compare(model, ids_BT, states: Callable, what: str, is_mixed: bool = False) -> None:
     """Raises ValueError if hidden states give other log-probs than a model itself does, or if it looks ahead.
 
-    `states()` are those [1, N, H] of the last N tokens of a row. Compared are the likeliest tokens.
+    `states()` are those [N, H] of the last N tokens of a row [1, T]. Compared are the likeliest tokens.
     """
     import torch
 
     refused = f"a model of type {model.config.model_type} cannot be used"
     try:
         with torch.no_grad():
-            hidden_BNH = states()
-            found_BNV = logits_of(model, hidden_BNH)
+            hidden_NH = states()
+            found_NV = logits_of(model, hidden_NH)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=is_mixed):
-                own_BTV = model(input_ids=ids_BT, use_cache=False).logits
-                earlier_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
+                own_TV = model(input_ids=ids_BT, use_cache=False).logits[0]
+                earlier_TV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[0]
     except Exception as error:  # each kind of model has its own
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{refused}: its forward pass fails here, {why}") from error
     tolerance = TOLERANCE[is_mixed or model.dtype == torch.bfloat16]
-    if not distance(own_BTV[:, :-1], earlier_BTV) <= tolerance:
+    if not distance(own_TV[:-1], earlier_TV) <= tolerance:
         raise ValueError(f"{refused}: what it says of a token depends on those that follow")
-    gap = distance(own_BTV[:, -hidden_BNH.shape[1] :], found_BNV)
+    gap = distance(own_TV[-len(hidden_NH) :], found_NV)
     if not gap <= tolerance:
         raise ValueError(f"{refused}: {what} is {gap:.2g} nats from what it says by itself")
 
