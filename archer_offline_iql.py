@@ -636,7 +636,7 @@ def main(args: Args) -> dict[str, float]:
     # --- the data
     source = args.actor or runs.checkpoint_of(world)
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states, args.dtype)
+    runs.probe(actor, masked_states)
     data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))

@@ -475,7 +475,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimiser, as they start; the actor stays so (D1)
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states, args.dtype)
+    runs.probe(actor, masked_states)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)

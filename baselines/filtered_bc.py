@@ -390,7 +390,7 @@ def main(args: Args) -> dict[str, float]:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states, args.dtype)
+    runs.probe(actor, masked_states)
     actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one

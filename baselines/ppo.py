@@ -461,7 +461,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states, args.dtype)
+    runs.probe(actor, masked_states)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer

@@ -105,7 +105,7 @@ def own_logps(model, row: list[int], number: int) -> torch.Tensor:
 @torch.no_grad()
 def archer_gap(model) -> float:
     """Of what archer.py samples in a dialogue, and of how it scores that, in nats."""
-    runs.probe(model, archer.masked_states, "float32")
+    runs.probe(model, archer.masked_states)
     dialogue, args = dialogue_of(model), archer.Args(max_action_tokens=4)
     (row,), spans, _ = archer.lay_out([dialogue], model.tokenizer)
     starts, rows = [[span.start for span in spans]], {0: row}

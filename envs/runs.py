@@ -330,17 +330,16 @@ def logits_of(model, hidden):
 
 
 PROBED = 512  # tokens of the row with which a model is probed, at most
-SAMPLER_GAP = {"float32": 0.01, "bfloat16": 1.0}  # nats, of single tokens
 FORK = 4  # of these, tokens of another utterance than the row's
-TOLERANCE = {False: 0.01, True: 0.1}  # nats, and those if it computes in bfloat16
+GAP = {"float32": 0.01, "bfloat16": 1.0}  # nats between two log-probs of a token that are one and the same
 
 
-def probe(model, masked_states: Callable, dtype: str) -> None:
+def probe(model, masked_states: Callable) -> None:
     """Raises ValueError for a model that does not score and write here as it does by itself.
 
     `masked_states` is that of the scripts. A row of random tokens with a fork in its middle is read in one
     pass, as where utterances are scored, and token by token behind what was read before, as where they are
-    written.
+    written. All in float32: what a model does is the same in bfloat16, and there the rounding would hide it.
     """
     import torch
     import transformers
@@ -353,7 +352,7 @@ def probe(model, masked_states: Callable, dtype: str) -> None:
     visible_BTT[:, T:, start:T] = False
 
     def score():
-        return masked_states(model.base_model, ids_BT, position_BT, visible_BTT, dtype)[0, T:]
+        return masked_states(model.base_model, ids_BT, position_BT, visible_BTT, "float32")[0, T:]
 
     def write():
         cache = transformers.DynamicCache()
@@ -362,13 +361,12 @@ def probe(model, masked_states: Callable, dtype: str) -> None:
             visible = visible_BTT[:, columns, : columns.stop]
             position = position_BT[:, columns]
             ids = ids_BT[:, columns]
-            states.append(masked_states(model.base_model, ids, position, visible, dtype, cache))
+            states.append(masked_states(model.base_model, ids, position, visible, "float32", cache))
         return torch.cat(states[1:], 1)[0]
 
     forked_BT = torch.cat([ids_BT[:, :start], ids_BT[:, T:]], 1).to(model.device)
-    is_mixed = dtype == "bfloat16"
-    compare(model, forked_BT, score, "what is scored", is_mixed)
-    compare(model, forked_BT, write, "what is written", is_mixed)
+    compare(model, forked_BT, score, "what is scored")
+    compare(model, forked_BT, write, "what is written")
 
 
 def probe_ids(model):
@@ -381,7 +379,7 @@ def probe_ids(model):
     return torch.randint(number, (1, T), generator=generator, device="cpu").to(model.device)
 
 
-def compare(model, ids_BT, states: Callable, what: str, is_mixed: bool = False) -> None:
+def compare(model, ids_BT, states: Callable, what: str) -> None:
     """Raises ValueError if hidden states give other log-probs than a model itself does, or if it looks ahead.
 
     `states()` are those [N, H] of the last N tokens of a row [1, T]. Compared are the likeliest tokens.
@@ -393,13 +391,12 @@ def compare(model, ids_BT, states: Callable, what: str, is_mixed: bool = False) 
         with torch.no_grad():
             hidden_NH = states()
             found_NV = logits_of(model, hidden_NH)
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=is_mixed):
-                own_TV = model(input_ids=ids_BT, use_cache=False).logits[0]
-                earlier_TV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[0]
+            own_TV = model(input_ids=ids_BT, use_cache=False).logits[0]
+            earlier_TV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits[0]
     except Exception as error:  # each kind of model has its own
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{refused}: its forward pass fails here, {why}") from error
-    tolerance = TOLERANCE[is_mixed or model.dtype == torch.bfloat16]
+    tolerance = GAP[str(model.dtype).removeprefix("torch.")]
     if not distance(own_TV[:-1], earlier_TV) <= tolerance:
         raise ValueError(f"{refused}: what it says of a token depends on those that follow")
     gap = distance(own_TV[-len(hidden_NH) :], found_NV)
@@ -416,7 +413,7 @@ def distance(logits, others) -> float:
 
 def check_gap(gap: float, dtype: str) -> None:
     """Raises ArithmeticError where a token's log-prob was another at sampling than it is at scoring."""
-    if not gap <= SAMPLER_GAP[dtype]:
+    if not gap <= GAP[dtype]:
         raise ArithmeticError(f"log-probs of sampled and of scored tokens are {gap:.2g} nats apart")
 
 
