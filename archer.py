@@ -20,7 +20,7 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts to gibberish.
   D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
-  D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
+  D4  V's heads start at the mean discounted return of the first dialogues instead of zero.
   D5  Rates, batches, buffer, warm-up and updates suit a tiny model. Table 3 has the authors' rates times 32.
   D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise then undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
@@ -317,7 +317,7 @@ def score(actor, dialogues, utterances, temperature, dtype):
 
 
 class Critic(nn.Module):
-    """Twin Q and V heads on one language model (sec. 3.6).
+    """Twin Q and V on one language model (sec. 3.6); Q is V plus what the utterance adds (D9).
 
     A decoder (D2) reads dialogues in one causal pass: V at each state's last token, Q at each utterance's end
     token. An encoder reads states and utterances apart; Q sees the [CLS] vectors of both.
@@ -330,15 +330,19 @@ class Critic(nn.Module):
         self.dtype = dtype
         self.is_encoder = body.config.model_type in ENCODERS
         width = body.config.hidden_size
-        q_inputs = 2 * width if self.is_encoder else width
         self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
-        self.q_heads = Twins(mlp(q_inputs, width, value) for _ in range(2))
+        if self.is_encoder:
+            self.a_heads = Twins(mlp(2 * width, width, 0.0) for _ in range(2))
+        else:
+            self.a_heads = nn.Linear(width, 2, bias=False)  # D9
+            nn.init.zeros_(self.a_heads.weight)
 
     def forward(self, dialogues, texts=None):
         """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
         read = self.read_apart if self.is_encoder else self.read_together
         state_NH, both_NH = read(dialogues, texts)
-        return self.v_heads(state_NH), self.q_heads(both_NH)
+        v_N2 = self.v_heads(state_NH)
+        return v_N2, v_N2 + self.a_heads(both_NH)  # D9
 
     def read_together(self, dialogues, texts):
         """A decoder's hidden states [N, H] at the end of each state and of each utterance."""

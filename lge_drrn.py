@@ -1,11 +1,12 @@
-"""LGE: a Guide prunes the valid actions of ScienceWorld, an Explorer (DRRN) learns which of the rest to take.
+"""LGE: a Guide prunes the valid actions of a text world, an Explorer (DRRN) learns which of the rest to take.
 
-    python lge_drrn.py --task find-plant          # 14 to 24 minutes beside another; 55, 62, 47 by seed
-    python lge_drrn.py --task find-plant --guide none                    # plain DRRN; 68, 55, 23
-    python lge_drrn.py --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10    # the paper's length
+    python lge_drrn.py                  # in the school, a small world of our own: a minute of one core
+    python lge_drrn.py --guide none     # plain DRRN
+    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes beside another; 55, 62, 47
+    python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
-The guide, from guide_simcse.py, knows the task alone: of a thousand valid actions it keeps the nearest 50.
+The guide, from guide_simcse.py, knows the task alone: of hundreds of valid actions it keeps the nearest 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
@@ -30,7 +31,6 @@ import time
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -40,18 +40,21 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 
 from envs import runs
-from envs.worlds.scienceworld import TASKS, Worlds, variations
+from envs.worlds import school, scienceworld
+
+WORLDS = {"school": school, "scienceworld": scienceworld}
+STEPS = {"school": 600, "scienceworld": 2_500}  # of a run, unless given
 
 
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
     # --- run
-    env: str = "scienceworld"  # the explorer knows no other world
-    task: str = "find-living-thing"  # of the 30, by name or by the paper's number, as T12
+    env: str = "school"  # or scienceworld, which wants Java
+    task: str = "find-living-thing"  # by name or by the paper's number, as T12
     seed: int = 1  # of everything random in the run; 0 or more
-    steps: int = 2_500  # of each world (paper: 100,000)
-    worlds: int = 8  # played side by side, each in a Java process of its own (paper: 8, A.1.3)
+    steps: int = 0  # of each world; 0: 600 in the school, 2,500 in scienceworld (paper: 100,000)
+    worlds: int = 8  # played side by side (paper: 8, A.1.3)
     step_limit: int = 100  # actions after which an episode is cut off (paper: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is made
@@ -62,7 +65,7 @@ class Args:
     log_every: int = 100  # steps between lines of metrics
 
     # --- model
-    guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or none; none: plain DRRN
+    guide: str = "auto"  # a guide's folder; auto: the newest in --runs or the ready-made; none: plain DRRN
     explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
     hidden: int = 128  # size of embeddings and GRUs (paper: 128)
     q_hidden: bool = True  # a hidden layer in the Q head (D2)
@@ -134,7 +137,7 @@ class View(NamedTuple):
     valid: np.ndarray  # the actions [A], int32
 
 
-def to_view(info: dict, texts: Texts) -> View:
+def to_view(info, texts):
     """What the info of a world shows; texts that are new get a number."""
     valid = [texts.add(action) for action in info["valid"]]
     observation = f"{info['task']} OBSERVATION {info['observation']}"  # D10
@@ -159,19 +162,19 @@ class Transition(NamedTuple):
 class Ring:
     """The newest transitions: once it is full, each takes the place of the oldest."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity):
         self.capacity = capacity
         self.rows = []
         self.pushed = 0  # in all
 
-    def push(self, transition: Transition):
+    def push(self, transition):
         if self.pushed < self.capacity:
             self.rows.append(transition)
         else:
             self.rows[self.pushed % self.capacity] = transition
         self.pushed += 1
 
-    def sample(self, size: int, rng) -> list[Transition]:
+    def sample(self, size, rng):
         """`size` of them, none twice; all where there are fewer."""
         total = len(self.rows)
         places = rng.choice(total, min(size, total), replace=False)
@@ -195,24 +198,24 @@ class ReplayBuffer:
     As released, all are in the second, and an update goes without the share of the first.
     """
 
-    def __init__(self, capacity: int, fraction: float, is_released: bool):
+    def __init__(self, capacity, fraction, is_released):
         size = int(fraction * capacity)
         self.fraction = fraction
         self.is_released = is_released
         self.priority = Ring(size)
         self.rest = Ring(capacity - size)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.priority.rows) + len(self.rest.rows)
 
-    def push(self, transition: Transition):
+    def push(self, transition):
         is_prior = transition.reward > 0 and not self.is_released  # D3
         if is_prior and self.priority.capacity:
             self.priority.push(transition)
         else:
             self.rest.push(transition)
 
-    def sample(self, size: int, rng) -> list[Transition]:
+    def sample(self, size, rng):
         """`size` of them, none twice: a share of `fraction` with a reward, or all that there are."""
         share = int(self.fraction * size)
         prior = self.priority.sample(share, rng)
@@ -229,7 +232,7 @@ def pad(rows, value=0):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: N transitions, states or texts, A actions of a state, B texts at once, T tokens, H hidden.
-def q_target(reward_N, next_q_N, terminated_N, left_N, gamma: float) -> torch.Tensor:
+def q_target(reward_N, next_q_N, terminated_N, left_N, gamma):
     """E2: r + gamma * max_a' Q(s',a') [N]. Nothing follows a terminal step, and never more than is left (D8).
 
     >>> reward, terminated, left = torch.tensor([[0.0, 8, 17], [0, 0, 1], [50, 4, 9]])
@@ -240,7 +243,7 @@ def q_target(reward_N, next_q_N, terminated_N, left_N, gamma: float) -> torch.Te
     return reward_N + gamma * (1 - terminated_N) * bounded_N  # E2
 
 
-def sample(q_A: torch.Tensor, u: float) -> int:
+def sample(q_A, u):
     """E4: the first action at which the cumulative probability of softmax(Q) exceeds `u`, uniform in [0, 1).
 
     >>> sample(torch.tensor([0.0, 0.0, -1e9]), 0.4), sample(torch.tensor([0.0, 0.0, -1e9]), 0.6)
@@ -251,7 +254,7 @@ def sample(q_A: torch.Tensor, u: float) -> int:
     return min(place, len(q_A) - 1)  # rounded, the last total can be below 1
 
 
-def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
+def prune(cosine_A, is_kept_A, k):
     """E5: the places of the k actions nearest to the task, and of those that are kept in any case; in order.
 
     >>> prune(np.array([0.1, 0.9, 0.5, 0.2]), np.array([True, False, False, False]), 2).tolist()
@@ -267,7 +270,7 @@ def prune(cosine_A: np.ndarray, is_kept_A: np.ndarray, k: int) -> np.ndarray:
 class DRRN(nn.Module):
     """Q of a state and an action in words. A linear layer on both is a part of each, computed once."""
 
-    def __init__(self, vocabulary: int, hidden: int, q_hidden: bool):
+    def __init__(self, vocabulary, hidden, q_hidden):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.encoders = nn.ModuleDict()
@@ -343,13 +346,13 @@ class Table:
 class Copy:
     """The explorer that plays and gives targets (D1): a copy of the network, which encodes a text once."""
 
-    def __init__(self, network: DRRN, texts: Texts):
+    def __init__(self, network, texts):
         self.network = deepcopy(network).requires_grad_(False)
         encode = self.network.encode
         self.fields = [Table(partial(encode, name, texts)) for name in FIELDS]
         self.actions = Table(partial(self.network.encode_action, texts))
 
-    def renew(self, network: DRRN):
+    def renew(self, network):
         """Copies the network as it is now."""
         self.network.load_state_dict(network.state_dict())
         for table in (*self.fields, self.actions):
@@ -365,7 +368,7 @@ class Copy:
 class Uniform:
     """The random explorer: to it all actions are worth the same."""
 
-    def renew(self, network: DRRN):
+    def renew(self, network):
         pass
 
     def q(self, state_N3, actions):
@@ -431,7 +434,7 @@ class Guide:
         if self.table:
             self.table.forget()
 
-    def pruned(self, view: View) -> np.ndarray:
+    def pruned(self, view):
         """The valid actions that are left (E5)."""
         if not self.table:
             return view.valid
@@ -441,20 +444,20 @@ class Guide:
         left = prune(self.cosines(view), is_kept_A, self.args.top_k)
         return view.valid[left]
 
-    def cosines(self, view: View) -> np.ndarray:
+    def cosines(self, view):
         """Of each valid action with the task [A]."""
         action_AH = self.table(view.valid)
         (task_H,) = self.table(np.array([view.task]))
         return (action_AH @ task_H).numpy()
 
-    def rank(self, view: View, action: int) -> int:
+    def rank(self, view, action):
         """The place of a valid action by its cosine; the guide likes number 1 best."""
         cosine_A = self.cosines(view)
         is_nearer_A = cosine_A > cosine_A[view.valid == action]
         return 1 + int(is_nearer_A.sum())
 
 
-def make_vocabulary(texts: list[str], size: int) -> Tokenizer:
+def make_vocabulary(texts, size):
     """Byte pairs trained on these texts, with all bytes in it: any text can be written."""
     tokenizer = Tokenizer(models.BPE())
     lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line
@@ -482,11 +485,11 @@ class Choice(NamedTuple):
 def choose(
     explorer,
     guide,
-    views: list[View],
-    epsilon: float,
+    views,
+    epsilon,
     rng,
     is_greedy=False,
-) -> list[Choice]:
+):
     """A choice for each view: of what the guide leaves or, with probability epsilon, of all valid actions.
 
     `explorer` is a Copy, or another that has its `q`.
@@ -552,7 +555,7 @@ def play_out(
     epsilon,
     rng,
     is_greedy,
-) -> list[dict]:
+):
     """An episode in each world from where `infos` are: those in which no Java process died, as they end."""
     played = []
     episodes = [{"variation": info["answer"], "turns": []} for info in infos]
@@ -623,7 +626,7 @@ def learn(network, target, optimizer, batch, texts, args):
 
 
 # ---------------------------------------------------------- 7. evaluation
-def score_metrics(prefix: str, score: int):
+def score_metrics(prefix, score):
     """What an episode came to, by its last score: -100 is a failure, and counts as 0."""
     return {
         f"{prefix}score": max(score, 0),
@@ -645,7 +648,7 @@ def greedy_play(
     is_greedy = args.explorer == "drrn"
     for split, number in (("dev", args.dev_episodes), ("test", args.eval_episodes)):
         rng = np.random.default_rng(step)
-        tasks = variations(args.task, split)
+        tasks = WORLDS[args.env].variations(args.task, split)
         indices = rng.integers(len(tasks), size=number)
         if not is_greedy:
             rng = np.random.default_rng((args.seed, step))  # else all seeds would play alike
@@ -659,7 +662,7 @@ def greedy_play(
     return metrics, transcripts
 
 
-def final_metrics(evaluations: list[dict]) -> dict[str, float]:
+def final_metrics(evaluations):
     """The mean of the last tenth of the evaluations, as the paper has it (A.1.3), by names of a summary."""
     tenth = max(1, len(evaluations) // 10)
     metrics = runs.means(evaluations[-tenth:])
@@ -668,30 +671,36 @@ def final_metrics(evaluations: list[dict]) -> dict[str, float]:
 
 # ---------------------------------------------------------- 8. training
 def complete(args: Args) -> Args:
-    """The arguments, with the task by its name and the guide by its folder, or none."""
-    if args.env != "scienceworld":
-        raise ValueError(f"--env {args.env}: the explorer knows no other world than scienceworld")
-    names = {f"T{n}": task for n, task in enumerate(TASKS)}  # by the paper's numbers
-    if args.guide == "auto":
-        guides = Path(args.runs).glob("scienceworld__guide_simcse__*/guide")
-        newest = max(guides, key=lambda path: path.stat().st_mtime, default="none")
-        args = replace(args, guide=str(newest))
-    return replace(args, task=names.get(args.task, args.task))
+    """The arguments, with the steps, the task by its name and the guide by its folder, or none."""
+    if args.env not in WORLDS:
+        raise ValueError(f"--env {args.env}: the explorer knows {' and '.join(WORLDS)}")
+    names = {f"T{n}": task for n, task in enumerate(scienceworld.TASKS)}  # by the paper's numbers
+    task = names.get(args.task, args.task)
+    steps = args.steps or STEPS[args.env]
+    guide = args.guide
+    if guide == "auto":
+        guide = runs.guide_of(args.env, args.runs)
+    return replace(args, task=task, steps=steps, guide=guide)
+
+
+def start_worlds(args):
+    """The worlds, side by side; they are all alike."""
+    return WORLDS[args.env].Worlds(
+        args.worlds,
+        task=args.task,
+        simplifications=args.simplifications,
+        step_limit=args.step_limit,
+    )
 
 
 def main(args: Args) -> dict[str, float]:
     """Steps of all worlds with updates meanwhile, and evaluations; returns what it writes to summary.json."""
     args = complete(args)
     run = runs.Run(args, "lge_drrn")
-    num_tasks = len(variations(args.task, "train"))
+    num_tasks = len(WORLDS[args.env].variations(args.task, "train"))
 
     # --- all that learns
-    worlds = Worlds(
-        args.worlds,
-        task=args.task,
-        simplifications=args.simplifications,
-        step_limit=args.step_limit,
-    )
+    worlds = start_worlds(args)
     words = worlds.texts(args.vocabulary_steps, run.rng)
     texts = Texts(make_vocabulary(words, args.vocabulary))  # D5
     guide = Guide(args, texts)
@@ -702,7 +711,7 @@ def main(args: Args) -> dict[str, float]:
     replay_buffer = ReplayBuffer(args.memory, args.priority_fraction, args.priority == "released")
     modules = {"network": network, "optimizer": optimizer, "texts": texts}
     rings = {"priority": replay_buffer.priority, "rest": replay_buffer.rest}
-    run.start(modules | rings, episodes=0, updates=0, evaluations=[])
+    run.start(modules | rings, episodes=0, updates=0, successes=0, first_success=0, evaluations=[])
     explorer = Copy(network, texts) if is_learning else Uniform()
 
     views = []
@@ -732,12 +741,18 @@ def main(args: Args) -> dict[str, float]:
         views, rows = remember(choices, results, replay_buffer, guide, args)
         logs += rows
         run.state["episodes"] += sum("rollout/score" in row for row in rows)
+        if not run.state["successes"]:
+            run.state["first_success"] = step
+        run.state["successes"] += sum(row.get("rollout/success", 0) for row in rows)
 
         # 4. a line of metrics after some steps, with an evaluation and a checkpoint after some of these
         is_evaluated = run.is_due(args.eval_every)
         if not (is_evaluated or run.stopped or run.is_due(args.log_every)):
             continue
         metrics = runs.means(logs)
+        curve = runs.means([*run.metrics, metrics])  # each line is of as many steps
+        metrics["rollout/area"] = curve.get("rollout/score", 0)
+        metrics["rollout/first_success"] = run.state["first_success"]
         metrics["memory/priority"] = len(replay_buffer.priority.rows)
         metrics["time/steps_per_second"] = args.worlds * (step - logged) / (time.time() - began)
         samples = []
@@ -757,7 +772,7 @@ def main(args: Args) -> dict[str, float]:
 
     worlds.close()
     final = final_metrics(run.state["evaluations"])
-    return run.finish(steps=run.iteration, **final)
+    return run.finish(steps=run.iteration, area=run.metrics[-1]["rollout/area"], **final)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ ABLATIONS = {
     "D7: no pool": Row("benchmarks/variants.py D7 --critic-pool 10000", (), "ArCHer", (SUBSET,)),
     "E2: fresh at every update": Row("benchmarks/variants.py D7", (), "ArCHer", (SUBSET,)),
     "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer, token baseline", (CITY,)),
+    "D9: networks for Q": Row("benchmarks/variants.py D9", (), "ArCHer", (FULL, SUBSET)),
     "buffer: one iteration": Row("archer.py --buffer-size 128", (), "ArCHer", (CITY,)),
     "buffer: 10,000 dialogues": Row("archer.py --buffer-size 10000", (), "ArCHer", (CITY,)),
     "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size 384", (), "ArCHer", (SUBSET,)),

@@ -4,17 +4,19 @@ for some seeds and equal steps.
     python benchmarks/lge.py                                   # a night and more; goes on if stopped
     python benchmarks/lge.py --jobs 2                      # two runs at a time: 96 took 13.5 hours in sum
     python benchmarks/lge.py --tasks T12 --seeds 3         # one task
+    python benchmarks/lge.py --env school --tasks find-plant --methods DRRN "LGE fixed" --split area
     python benchmarks/lge.py --quick                       # minutes, and its figures mean nothing
     python benchmarks/lge.py --out docs/lge_drrn.md        # puts the table between the file's two marks
     python benchmarks/lge.py --results lge.csv             # what is in this file is not run again
 
 Every cell is one run of lge_drrn.py, of BC one of lge_bc.py, in a folder of its own below --runs. One that
 has ended is not run again, one that was killed goes on from its last checkpoint. The guide is trained before,
-by guide_simcse.py. Printed is the score in percent on variations of the test split, the mean of the last
-tenth of the evaluations as in the paper, then over the seeds, with the half width of its 95 % interval
-(Student's t), and what a seed gains over DRRN, likewise. --split dev is there to choose settings by; training
-is the play from which the explorer learns, in the last tenth of its steps. --each prints a line a run, with
-its training. curves.csv has every evaluation of every run, curves.svg its mean over the seeds.
+by guide_simcse.py; the school has a ready-made one. Printed is the score in percent on variations of the test
+split, the mean of the last tenth of the evaluations as in the paper, then over the seeds, with the half width
+of its 95 % interval (Student's t), and what a seed gains over DRRN, likewise. --split dev is there to choose
+settings by; training is the play from which the explorer learns, in the last tenth of its steps, area that of
+all its steps. --each prints a line a run, with its training. curves.csv has every evaluation of every run,
+curves.svg its mean over the seeds.
 """
 
 import csv
@@ -31,6 +33,7 @@ import tyro
 from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from envs.runs import guide_of
 from envs.worlds.scienceworld import TASKS as NAMES
 
 SCRIPT, BC = Path(__file__).parent.parent / "lge_drrn.py", Path(__file__).parent / "lge_bc.py"
@@ -64,13 +67,14 @@ QUICK_BC = "--steps 8 --paths 2 --eval-episodes 2 --dev-episodes 2"
 
 @dataclass
 class Args:
+    env: Literal["scienceworld", "school"] = "scienceworld"  # the world; the paper's columns are of the first
     tasks: tuple[str, ...] = TASKS  # by the paper's numbers or by name; "all": the 30
     methods: tuple[str, ...] = tuple(ROWS)  # of the rows, by name
     seeds: int = 3  # 1 to this
     jobs: int = 1  # runs at a time; each has 8 Java processes, 2.7 GB in all
     guide: str = "auto"  # folder of the guide; auto: the newest in runs/
     options: str = ""  # for every run but BC's, in one piece: --options="--steps 100000 --eval-every 1000"
-    split: Literal["test", "dev", "training"] = "test"  # whose score is printed
+    split: Literal["test", "dev", "training", "area"] = "test"  # whose score is printed
     runs: Path = Path("runs/lge")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
@@ -101,6 +105,8 @@ def group_of(args: Args, guide: str, row: str = "") -> str:
     """Other options or, where the row has one, another guide are other runs:
     the name of the folder that holds them."""
     options = quote((QUICK if args.quick else args.options).strip(), safe="=") or "default"
+    if args.env != "scienceworld":
+        options = f"{args.env}__{options}"
     has_guide = guide != "none" and "none" not in ROWS.get(row, [])
     return f"{options}__{Path(guide).resolve().parent.name}" if has_guide else options
 
@@ -113,7 +119,8 @@ def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
     folder = args.runs / group_of(args, guide, row) / re.sub(r"\W+", "_", f"{task} {row} {seed}")
     if run := finished(folder):
         return run
-    given = ["--task", task, "--seed", seed, "--guide", guide, "--runs", folder, *ROWS[row], *options.split()]
+    given = ["--env", args.env, "--task", task, "--seed", seed, "--guide", guide, "--runs", folder]
+    given += [*ROWS[row], *options.split()]
     if begun := sorted(folder.glob("*/checkpoint.pt")):  # BC has none and begins anew
         given = ["--resume", begun[-1].parent]
     launch(f"{task}, {row}, seed {seed}", BC if row == "BC" else SCRIPT, *given)
@@ -157,14 +164,15 @@ def each(outcomes: dict[tuple, dict]) -> str:
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
     check(args.seeds, args.jobs, args.out, START, END)
+    if args.env == "school" and "BC" in args.methods:
+        stop("--methods: BC is of scienceworld alone; name the others")
     if unknown := [row for row in args.methods if row not in ROWS]:
         stop(f"--methods {unknown[0]}: no such method; known: {', '.join(ROWS)}")
-    found = sorted(
-        Path("runs").glob("scienceworld__guide_simcse__*/guide"), key=lambda path: path.stat().st_mtime
-    )
-    if args.guide == "auto" and not found and not args.quick:
+    guide = args.guide
+    if guide == "auto":
+        guide = guide_of(args.env, "runs")
+    if args.guide == "auto" and guide == "none" and not args.quick:
         stop("--guide auto: no guide in runs/; train one with guide_simcse.py")
-    guide = args.guide if args.guide != "auto" else str(found[-1]) if found else "none"
     tasks = tuple(f"T{n}" for n in range(30)) if args.tasks == ("all",) else args.tasks
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
@@ -188,10 +196,10 @@ def main(args: Args) -> str:
         for cell in cells:
             for split in ("dev", "test", "training"):
                 writer.writerows([*cell, split, *point] for point in outcomes[cell][f"curve {split}"])
-    means = {}
+    means, curve = {}, "training" if args.split == "area" else args.split
     for task in tasks:
         for row in args.methods:
-            by_seed = zip(*[outcomes[task, row, seed][f"curve {args.split}"] for seed in seeds], strict=True)
+            by_seed = zip(*[outcomes[task, row, seed][f"curve {curve}"] for seed in seeds], strict=True)
             mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
             if mean:
                 means.setdefault(task, {})[row] = mean
@@ -202,16 +210,19 @@ def main(args: Args) -> str:
         if args.split == "training":
             points = outcomes[task, row, seed]["curve training"] or [(0, float("nan"))]  # BC does not play
             return statistics.fmean(score for _, score in points[-max(1, len(points) // 10) :])
+        if args.split == "area":
+            return outcomes[task, row, seed]["area"]
         return outcomes[task, row, seed][f"eval_{args.split}_score"]
 
     pairs = [(row, "DRRN") for row in args.methods if "LGE" in row and "DRRN" in args.methods]
     gains = [f"gain of {row.removeprefix('LGE ')}" for row, _ in pairs]
-    columns = [*args.methods, *gains, "paper: DRRN", "fixed", "increasing", "BC"]
+    has_paper = args.env == "scienceworld"
+    columns = [*args.methods, *gains, *(["paper: DRRN", "fixed", "increasing", "BC"] if has_paper else [])]
     lines = [f"| task | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for task in tasks:
         cells = [interval([score(task, row, seed) for seed in seeds]) for row in args.methods]
         cells += [interval([score(task, a, s) - score(task, b, s) for s in seeds]) for a, b in pairs]
-        cells += [f"{figure:.0f}" for figure in PAPER[number_of(task)]]
+        cells += [f"{figure:.0f}" for figure in PAPER[number_of(task)]] if has_paper else []
         lines.append(f"| {task} | {' | '.join(cells)} |")
     if len(tasks) > 1:
         by_seed = {
@@ -220,7 +231,7 @@ def main(args: Args) -> str:
         paper = zip(*(PAPER[number_of(task)] for task in tasks), strict=True)
         differences = [[a - b for a, b in zip(by_seed[x], by_seed[y], strict=True)] for x, y in pairs]
         means = [*map(interval, [*by_seed.values(), *differences])]
-        means += [f"{statistics.fmean(column):.1f}" for column in paper]
+        means += [f"{statistics.fmean(column):.1f}" for column in paper] if has_paper else []
         lines.append(f"| mean | {' | '.join(means)} |")
     table = "\n".join(lines)
     print(f"{len(seeds)} seeds, {args.split} score; curves in {folder}\n{table}")

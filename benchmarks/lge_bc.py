@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import lge_drrn
 from envs import runs
-from envs.worlds.scienceworld import Worlds, gold_path, variations
+from envs.worlds.scienceworld import TASKS, Worlds, gold_path, variations
 
 
 @dataclass
@@ -79,9 +79,9 @@ def learn(network, texts, optimizer, steps: list[tuple], negatives: int, rng) ->
 
 def main(args: Args) -> dict[str, float]:
     """Plays gold paths, learns from them, plays greedily; returns what it writes to summary.json."""
-    task = {f"T{n}": name for n, name in enumerate(lge_drrn.TASKS)}.get(args.task, args.task)
+    task = {f"T{n}": name for n, name in enumerate(TASKS)}.get(args.task, args.task)
     same = {name: getattr(args, name) for name in ("seed", "guide", "steps", "eval_episodes", "dev_episodes")}
-    explorer = lge_drrn.Args(task=task, **same)
+    explorer = lge_drrn.Args(env="scienceworld", task=task, **same)
     run = runs.Run(args, "lge_bc")
     options = {"task": task, "simplifications": explorer.simplifications, "step_limit": explorer.step_limit}
     worlds = Worlds(explorer.worlds, **options)
@@ -104,7 +104,7 @@ def main(args: Args) -> dict[str, float]:
         metrics, transcripts = {"bc/loss": float(np.mean(losses[-100:]))}, []
         if step == args.steps:
             player = lge_drrn.Copy(network, texts)
-            episodes = lge_drrn.Args().steps  # the number of the explorer's last step: it chooses them
+            episodes = lge_drrn.STEPS["scienceworld"]  # the explorer's last step: it chooses them
             evaluation, transcripts = lge_drrn.greedy_play(
                 player, guide, worlds, explorer.epsilon, explorer, episodes
             )

@@ -76,6 +76,8 @@ def loop(task: str, worlds: int, steps: int, guide: str) -> None:
             command = [
                 sys.executable,
                 str(SCRIPT),
+                "--env",
+                "scienceworld",
                 "--task",
                 task,
                 "--worlds",

@@ -3,7 +3,7 @@
     python benchmarks/variants.py D4 --env twenty-questions-subset
     python benchmarks/variants.py D7 --resume runs/...
 
-The first word names the part, the others are archer.py's. D2, D4, D7 and D8 undo what its head says under
+The first word names the part, the others are archer.py's. D2, D4, D7, D8 and D9 undo what its head says under
 that number. The run's folder does not say so: give it a --name.
   D2      The critic is an encoder: a small BERT with random weights, as a better one needs the network.
   random  The critic is a decoder as usual, with random weights: what D2 is to be compared with.
@@ -11,6 +11,7 @@ that number. The run's folder does not say so: give it a --name.
   D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
           good as the whole buffer, it undoes D7.
   D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration.
+  D9      Q has networks of its own instead of V plus a linear function.
   mc      Q and V learn the Monte-Carlo returns (App. D.1).
   iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2).
 """
@@ -174,6 +175,21 @@ def expectile_loss(v_N2, q_N2):
     return (weight_N2 * gap_N2**2).sum(-1).mean()
 
 
+# ---------------------------------------------------------- D9
+class CriticWithTwinQ(archer.Critic):
+    """archer.Critic, but Q is a network on the hidden state, as V is, and not V plus something."""
+
+    def __init__(self, body, value, dtype):
+        super().__init__(body, value, dtype)
+        width = body.config.hidden_size
+        inputs = 2 * width if self.is_encoder else width
+        self.a_heads = archer.Twins(archer.mlp(inputs, width, value) for _ in range(2))
+
+    def forward(self, dialogues, texts=None):
+        v_N2, sum_N2 = super().forward(dialogues, texts)
+        return v_N2, sum_N2 - v_N2
+
+
 def without_fresh(dialogues, actor, args, generator):
     """archer.with_fresh, but what was said stands for what would be said: a ~ data."""
     return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
@@ -200,6 +216,8 @@ def exchanged(variant: str) -> Iterator[None]:
             put(runs.Run, "start", lambda run, modules, **state: own.start(run, modules, **state))
             put(archer, "score", own.score_with_own)
             put(archer, "actor_update", own.actor_update)
+        if variant == "D9":
+            put(archer, "Critic", CriticWithTwinQ)
         if variant == "mc":
             put(archer, "critic_targets", monte_carlo_targets)
         if variant == "iql":
@@ -210,7 +228,7 @@ def exchanged(variant: str) -> Iterator[None]:
 
 
 CRITICS = {"D2": random_encoder, "random": random_decoder}
-VARIANTS = ("D2", "random", "D4", "D7", "D8", "mc", "iql")
+VARIANTS = ("D2", "random", "D4", "D7", "D8", "D9", "mc", "iql")
 
 
 def main() -> None:

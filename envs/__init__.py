@@ -133,6 +133,11 @@ ENVS = {
         "the benchmark AppWorld: what someone asks for, in Python that calls nine apps",
         "gymnasium, appworld in a virtual environment of its own, and its data",
     ),
+    "school": Entry(
+        "envs.worlds.school:School",
+        "do one of 10 exercises in a school of 8 rooms; ours, not ScienceWorld",
+        scripts=f"{ANY_TEXT}, guide_simcse.py, lge_drrn.py",
+    ),
     "scienceworld": Entry(
         "envs.worlds.scienceworld:ScienceWorld",
         "do one of 30 school experiments in a house of 10 rooms",

@@ -139,6 +139,14 @@ def checkpoint_of(world) -> str:
     return str(Path(__file__).parent.parent / "checkpoints" / world.demonstration_env)
 
 
+def guide_of(env: str, folder: str) -> str:
+    """LGE's guide for a world: the newest in a folder of runs, else the ready-made one, else "none"."""
+    made = Path(folder).glob(f"{env}__guide_simcse__*/guide")
+    ready = Path(__file__).parent.parent / "checkpoints" / f"{env}-guide"
+    default = ready if ready.exists() else "none"
+    return str(max(made, key=lambda path: path.stat().st_mtime, default=default))
+
+
 LIMITS = ("max_position_embeddings", "max_seq_len", "sliding_window")  # names in configurations
 
 

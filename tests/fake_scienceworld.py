@@ -1,6 +1,6 @@
 """A stand-in for ScienceWorld's Java program: all of envs/worlds/scienceworld but its Simulator plays in it.
 
-python -m tests.fake_scienceworld lge_drrn.py --steps 10    # a script in it
+python -m tests.fake_scienceworld lge_drrn.py --env scienceworld --steps 10    # a script in it
 """
 
 import runpy

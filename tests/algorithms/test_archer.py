@@ -990,12 +990,25 @@ def test_critic_reads_what_it_should(actor, world, kind, folders):
                 assert all(ids[0, 0] == own.cls_token_id for ids in texts)
                 v_H, a_H = (body(input_ids=ids).last_hidden_state[0, 0] for ids in texts)
                 q_H = torch.cat([v_H, a_H])
-            v, q = (
-                torch.cat([twins[0](x), twins[1](x)])
-                for twins, x in ((critic.v_heads, v_H), (critic.q_heads, q_H))
-            )
+            v = torch.cat([head(v_H) for head in critic.v_heads])
+            heads = critic.a_heads if kind == "encoder" else [critic.a_heads]
+            q = v + torch.cat([head(q_H) for head in heads])
             assert torch.allclose(v_N2[n], v, atol=1e-4) and torch.allclose(q_N2[n], q, atol=1e-4)
             assert abs(v[0] - v[1]) > 1e-3 and abs(q[0] - q[1]) > 1e-3  # twins, not copies
+
+
+def test_D9_at_first_no_utterance_of_a_decoder_is_better_than_another(actor):
+    """Q is V; and one step of the critic on rewards that differ tells them apart."""
+    played = with_rewards(play("toy", actor, n=4)[0])
+    critic = archer.Critic(critic_of(actor).body, -2.0, "float32")
+    with torch.no_grad():
+        v_N2, q_N2 = critic(played)
+    assert torch.equal(v_N2, q_N2)
+    target = copy.deepcopy(critic)
+    archer.critic_update(critic, target, torch.optim.SGD(critic.parameters(), lr=1e-2), played, small())
+    with torch.no_grad():
+        v_N2, q_N2 = critic(played)
+    assert not torch.allclose(v_N2, q_N2, atol=1e-4)
 
 
 def test_an_encoder_cuts_the_beginning_of_a_text_that_is_too_long(folders, actor):
@@ -1520,7 +1533,7 @@ def test_D4_is_the_mean_discounted_return_of_the_first_dialogues(folders, tmp_pa
     run, _ = go(tmp_path, folders, rollouts=6, max_action_tokens=2, **options)
     first = state_of(run)["state"]["replay_buffer"][:6]
     expected = np.mean([sum(r * 0.5**k for k, r in enumerate(d["rewards"])) for d in first])
-    assert expected < -1 and values == [pytest.approx(expected)] * 4 + [0.0]
+    assert expected < -1 and values == [pytest.approx(expected)] * 2 + [0.0]
 
 
 def test_the_buffer_forgets_the_oldest(folders, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import knowledge
 import archer
 import checkpoints
 import envs
+import guide_simcse
 import sft
 from envs import runs
 from envs.worlds.twenty_questions import candidates, parse
@@ -31,11 +32,14 @@ def test_sizes():
 @each_folder
 def test_a_checkpoint_is_what_its_page_says(folder):
     made = json.loads((folder / "made.json").read_text(encoding="utf-8"))
-    assert (
-        made["sha256"] == checkpoints.digest(folder)
-        and made["command"] == checkpoints.COMMANDS[made["world"]]
-    )
-    assert envs.make(made["world"]).demonstration_env == folder.name
+    commands = checkpoints.COMMANDS | checkpoints.OTHERS | checkpoints.GUIDES
+    assert made["sha256"] == checkpoints.digest(folder) and made["command"] == commands[made["world"]]
+    if made["world"] in checkpoints.GUIDES:
+        assert made["world"] == folder.name and Path(runs.guide_of("school", "/nowhere")).name == folder.name
+    elif made["world"] in checkpoints.OTHERS:
+        assert made["world"] == folder.name
+    else:
+        assert envs.make(made["world"]).demonstration_env == folder.name
     page = (ROOT / "checkpoints/README.md").read_text(encoding="utf-8")
     assert page == checkpoints.readme(ROOT / "checkpoints")
 
@@ -46,6 +50,14 @@ def test_sft_reads_the_command_of_a_checkpoint(world, monkeypatch):
     monkeypatch.setattr(sys, "argv", shlex.split(checkpoints.COMMANDS[world])[1:])
     runs.cli(sft.Args, parsed.append)
     assert parsed[0].env == world
+
+
+def test_guide_simcse_reads_the_command_of_a_guide(monkeypatch):
+    parsed = []
+    (command,) = checkpoints.GUIDES.values()
+    monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
+    runs.cli(guide_simcse.Args, parsed.append)
+    assert parsed == [guide_simcse.Args(threads=1)], "the default run, on one thread"
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import guide_simcse as guide
+from envs.worlds import school
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared/data"
@@ -687,8 +688,63 @@ def test_data_of_other_negatives_is_other_data(data, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     train = data["train_data"]
     for negatives in (3, 3, 10):
-        guide.load_data(small(eval_data=data["eval_data"], negative_variations=negatives))
+        guide.load_data(small(env="scienceworld", eval_data=data["eval_data"], negative_variations=negatives))
     assert made == ["data/guide_train_20_3.jsonl.gz", "data/guide_train_20_10.jsonl.gz"]
+
+
+def test_the_school_needs_no_files(tmp_path, monkeypatch):
+    """Its data are made in the run: as many as said, the same each time, and none of dev in training."""
+    monkeypatch.chdir(tmp_path)
+    args = guide.with_settings(small(env="school", encoder="auto", train_variations=3, negative_variations=1))
+    assert (args.encoder, args.lr) == ("tiny", 3e-3)
+    examples, steps = guide.load_data(args)
+    again, _ = guide.load_data(args)
+    assert examples == again and not list(tmp_path.iterdir())
+    assert len(examples.gold) == len(examples.uses) * 3 == 30
+    assert len({step.task for step in steps}) == 10 and all(len(step.actions) > 100 for step in steps)
+    assert not {step.description for step in steps} & set(examples.gold)
+    for triplet in examples.triplets:
+        assert triplet.negative not in examples.gold[triplet.description]
+    more, _ = guide.load_data(replace(args, train_variations=0))
+    paths = [school.gold_path(task, number) for task in school.TASKS for number in range(40)]
+    assert len(more.triplets) == sum(map(len, paths))
+
+
+def test_the_settings_of_a_world_are_taken_unless_given():
+    theirs = guide.with_settings(guide.Args(env="scienceworld"))
+    assert (theirs.encoder, theirs.lr) == ("minilm", 2e-4)
+    given = guide.with_settings(guide.Args(encoder="bert-base-uncased", lr=5e-5))
+    assert (given.encoder, given.lr) == ("bert-base-uncased", 5e-5)
+    with pytest.raises(ValueError, match=r"^--env nowhere: the guide knows school and scienceworld$"):
+        guide.with_settings(guide.Args(env="nowhere"))
+
+
+def test_a_run_in_the_school(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, summary = go(
+        tmp_path / "runs", env="school", train_variations=2, negative_variations=1, eval_steps=1
+    )
+    assert 0 <= summary["eval_rsr50"] <= 1 and (run / "guide/model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_ready_made_guide_ranks_as_its_record_says():
+    """On the states of the default run; the weights are rounded since then."""
+    args = guide.with_settings(guide.Args())
+    _, steps = guide.load_data(replace(args, train_variations=1))
+    folder = ROOT / "checkpoints/school-guide"
+    encoder = guide.load_encoder(str(folder), args)
+    scores = guide.rank_steps(encoder, steps, "float32")
+    made = json.loads((folder / "made.json").read_text())
+    assert guide.by_task(steps, scores)["all"]["rsr50"] == pytest.approx(made["rsr50"], abs=0.05)
+    assert made["rsr50"] > 0.8
+
+
+def test_the_tiny_encoder_parts_words_from_commas():
+    encoder = guide.make_tiny_encoder(["Find it, then rest.", "focus on it"], 32, 1)
+    ids = encoder.tokenizer(["find it", "Find it,", "then"])["input_ids"]
+    assert ids[0] == ids[1][:3] and len(ids[1]) == 4 and encoder.tokenizer.unk_token_id is None
+    assert encoder.tokenizer(["lose"])["input_ids"] == [[2, 1]], "[CLS] [UNK]"
 
 
 def test_it_learns(tmp_path, data):
@@ -784,7 +840,7 @@ def test_missing_files_are_not_made_where_one_was_named(tmp_path, data, capsys, 
 def test_without_scienceworld_and_without_data(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "envs.worlds.scienceworld", None)
-    run_command(monkeypatch, small(runs="runs"))
+    run_command(monkeypatch, small(runs="runs", env="scienceworld"))
     assert "pip install scienceworld" in one_line(capsys) and not (tmp_path / "runs").exists()
 
 

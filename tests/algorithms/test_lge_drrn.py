@@ -47,9 +47,9 @@ from lge_drrn import (  # E2, E5, E4
 
 # ------------------------------------------------------------------------------------- a tiny world
 TINY = {
-    "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12, "eval_episodes": 3,
-    "dev_episodes": 3, "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4, "memory": 40,
-    "copy_every": 3, "guide": "none",
+    "env": "scienceworld", "worlds": 2, "steps": 24, "step_limit": 8, "log_every": 4, "eval_every": 12,
+    "eval_episodes": 3, "dev_episodes": 3, "batch": 8, "hidden": 8, "vocabulary": 300, "vocabulary_steps": 4,
+    "memory": 40, "copy_every": 3, "guide": "none",
 }  # fmt: skip
 
 
@@ -701,6 +701,74 @@ def test_what_is_remembered_and_logged_of_training(
     assert 0 < row["rollout/failure"] < 1 and row["memory/priority"] == len(marked)
 
 
+def test_the_area_and_the_first_success_by_hand(house, tmp_path, monkeypatch):
+    """From what every step returned: of each ten steps the mean score, of these the mean so far. The first
+    success is the step of the first score of 100; as long as there is none, the step so far."""
+    stepped, step = [], ScienceWorld.step
+
+    def step_and_tell(self, action):
+        result = step(self, action)
+        stepped.append(result[4])
+        return result
+
+    monkeypatch.setattr(ScienceWorld, "step", step_and_tell)
+    options = {"explorer": "random", "eval_episodes": 0, "dev_episodes": 0, "log_every": 10, "eval_every": 60}
+    folder, summary = run(tmp_path, steps=60, seed=2, **options)
+    rows = logged(folder)
+    scores = [
+        [info["score"] for info in stepped[-120:][2 * i : 2 * i + 2] if "result" in info] for i in range(60)
+    ]
+    first = next(i for i, row in enumerate(scores, 1) if 100 in row)
+    means = []
+    for n, row in enumerate(rows, 1):
+        ended = [max(0, score) for row in scores[10 * n - 10 : 10 * n] for score in row]
+        means.append(np.mean(ended))
+        assert row["rollout/score"] == pytest.approx(means[-1])
+        assert row["rollout/area"] == pytest.approx(np.mean(means))
+        assert row["rollout/first_success"] == min(first, 10 * n)
+    assert 10 < first < 60 and len(set(means)) > 2 and summary["first_success"] == first
+    assert summary["area"] == pytest.approx(np.mean(means))
+    assert summary["successes"] == sum(row.count(100) for row in scores)
+
+
+def test_without_a_success_the_first_is_still_to_come(house, tmp_path, monkeypatch):
+    monkeypatch.setattr(House, "ROOMS", ("kitchen", "hallway"))  # no garden: nothing is to be found
+    folder, summary = run(tmp_path, explorer="random")
+    assert summary["successes"] == 0 and summary["first_success"] == 24
+    assert [row["rollout/first_success"] for row in logged(folder)] == [4, 8, 12, 16, 20, 24]
+
+
+def test_by_default_it_plays_in_the_school_with_the_ready_made_guide(tmp_path):
+    args = lge_drrn.complete(Args(runs=str(tmp_path)))
+    ready = Path(lge_drrn.__file__).parent / "checkpoints/school-guide"
+    assert (args.env, args.steps, Path(args.guide)) == ("school", 600, ready) and ready.is_dir()
+    theirs = lge_drrn.complete(Args(env="scienceworld", runs=str(tmp_path)))
+    assert (theirs.steps, theirs.guide) == (2500, "none"), "it is none of ScienceWorld's"
+    own = tmp_path / "school__guide_simcse__1__x" / "guide"
+    own.mkdir(parents=True)
+    assert lge_drrn.complete(Args(runs=str(tmp_path), steps=7)).guide == str(own)
+    with pytest.raises(ValueError, match=r"^--env nowhere: the explorer knows school and scienceworld$"):
+        lge_drrn.complete(Args(env="nowhere"))
+
+
+def test_a_run_in_the_school(tmp_path):
+    """With the ready-made guide 50 actions are left, and the ways; without one all that are valid."""
+    small = {
+        "env": "school",
+        "steps": 8,
+        "eval_every": 8,
+        "epsilon": 0.0,
+        "eval_episodes": 2,
+        "dev_episodes": 2,
+    }
+    candidates = {}
+    for guide in ("auto", "none"):
+        folder, summary = run(tmp_path / guide, guide=guide, **small)
+        candidates[guide] = np.mean([row["rollout/candidates"] for row in logged(folder)])
+        assert 0 <= summary["eval_test_score"] <= 100 and summary["updates"] > 0
+    assert 50 < candidates["auto"] < 65 and candidates["none"] > 250
+
+
 def test_the_copy_is_renewed_as_often_as_said(house, tmp_path, monkeypatch, guide_folder):
     """D1; and before and after each evaluation, when the guide's vectors are forgotten, too."""
     renewed, renew, guides, forget = [], Copy.renew, [], Guide.forget
@@ -781,7 +849,7 @@ def test_an_evaluation_by_hand(house, monkeypatch):
         return [{"score": scores[len(drawn) * 2 % 6 + i]} for i in range(len(infos))]
 
     monkeypatch.setattr(lge_drrn, "play_out", play_out)
-    args = Args(worlds=2, eval_episodes=6, dev_episodes=4)
+    args = Args(env="scienceworld", worlds=2, eval_episodes=6, dev_episodes=4)
     metrics, transcripts = lge_drrn.greedy_play(None, None, Known(), 0.1, args, 7)
     expected = {"dev": ((50 + 25) / 4, 0, 1 / 4), "test": ((100 + 50 + 25) / 6, 1 / 6, 2 / 6)}
     for name, figures in expected.items():
@@ -809,7 +877,7 @@ def test_from_gold_paths_to_an_explorer(house, tmp_path, monkeypatch):
     """The guide learns from paths that are walked for it, and --guide auto explores with it."""
     monkeypatch.chdir(tmp_path)
     sizes = {"encoder": "tiny", "width": 32, "layers": 1, "iterations": 2, "updates": 5, "lr": 3e-3}
-    data = {"train_variations": 3, "negative_variations": 1, "threads": 1}
+    data = {"env": "scienceworld", "train_variations": 3, "negative_variations": 1, "threads": 1}
     ranked = guide_simcse.main(guide_simcse.Args(**sizes, **data))
     files = sorted(path.name for path in Path("data").iterdir())
     assert files == ["guide_dev_1.jsonl.gz", "guide_train_3_1.jsonl.gz"]
@@ -881,7 +949,7 @@ class Toy:
 def toy(monkeypatch):
     """The trainer on a world smaller than the house, so that it is learned in a minute."""
     monkeypatch.setattr(scienceworld, "ScienceWorld", Toy)
-    monkeypatch.setattr(lge_drrn, "variations", lambda task, split: range(3))
+    monkeypatch.setattr(scienceworld, "variations", lambda task, split: range(3))
 
 
 @pytest.mark.slow

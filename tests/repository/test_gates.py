@@ -22,7 +22,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 
-import fake_scienceworld
 import numpy as np
 import pytest
 import safetensors.torch
@@ -75,9 +74,7 @@ SUMMARY = f"warm_start_return eval_return eval_return_greedy eval_success episod
 
 # What is another in a script: its world, what its summary has, where it shows what it does.
 LGE = ("guide_simcse", "lge_drrn")
-WORLD = defaultdict(
-    lambda: "twenty-questions-subset", dict.fromkeys(LGE, "scienceworld") | {"loop_ppo": "apps"}
-)
+WORLD = defaultdict(lambda: "twenty-questions-subset", dict.fromkeys(LGE, "school") | {"loop_ppo": "apps"})
 GUIDE_SUMMARY = (
     "eval_rsr50 eval_rsr20 eval_rsr10 eval_map eval_gar eval_gar_percent eval_garr warm_start_rsr50 pairs"
 )
@@ -90,7 +87,7 @@ SUMMARIES = defaultdict(
         "archer_offline_iql": f"{SUMMARY} best_return",
         "chai": SUMMARY.replace("eval_return_greedy ", ""),  # it has no greedy play
         "guide_simcse": f"{GUIDE_SUMMARY} {COST}",
-        "lge_drrn": f"{LGE_SUMMARY} episodes updates steps {COST}",
+        "lge_drrn": f"{LGE_SUMMARY} area first_success successes episodes updates steps {COST}",
     },
 )
 SAMPLES = defaultdict(lambda: "rollouts.jsonl", {"guide_simcse": "rankings.jsonl"})
@@ -183,17 +180,16 @@ def data_of(script: Path, folder: Path) -> list[str]:
 
 
 def skip_without_world(script: Path) -> None:
-    """A world may need a package or a file that this machine lacks. The guide needs none, its explorer has
-    the house of fake_scienceworld.py."""
-    if script.stem not in LGE and (problem := envs.missing(WORLD[script.stem])):
+    """A world may need a package or a file that this machine lacks."""
+    if problem := envs.missing(WORLD[script.stem]):
         pytest.skip(problem)
 
 
 def command_of(script: Path) -> list[str | Path]:
-    """How it is started: the explorer in the house of fake_scienceworld.py, which needs no Java."""
+    """How it is started."""
     if script.parent != ROOT:
         return [sys.executable, "-m", f"{script.parent.name}.{script.stem}"]
-    return [sys.executable, *(["-m", "tests.fake_scienceworld"] if script.stem == "lge_drrn" else []), script]
+    return [sys.executable, script]
 
 
 def call(script: Path, *options) -> tuple[int, str, str]:
@@ -204,8 +200,6 @@ def call(script: Path, *options) -> tuple[int, str, str]:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", [str(script), *map(str, options)])
             patch.setenv("HF_HUB_OFFLINE", "1")
-            if script.stem == "lge_drrn":
-                fake_scienceworld.install(patch)
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         code = end.code or 0
@@ -749,9 +743,8 @@ def clone(tmp_path_factory, tiny_run, checkpoint):
     run_folder = tiny_run(ROOT / "archer.py")
     shutil.copytree(run_folder, folder / "runs" / "RUN")
     shutil.copy(run_folder / "rollouts.jsonl", folder / "data.jsonl")
-    if not envs.missing("scienceworld"):
-        guide_folder = tiny_run(ROOT / "guide_simcse.py")
-        shutil.copytree(guide_folder, folder / "runs" / guide_folder.name)
+    guide_folder = tiny_run(ROOT / "guide_simcse.py")
+    shutil.copytree(guide_folder, folder / "runs" / guide_folder.name)
     example = re.search(r"```python\n(.*?)```", (ROOT / "docs/your_world.md").read_text(), re.S)[1]
     (folder / "mine").mkdir()
     (folder / "mine/my_world.py").write_text(example)
@@ -781,7 +774,8 @@ def run_small(command: str, clone: Path, tiny_run) -> None:
     guides = [str(path) for path in clone.glob("runs/*guide_simcse*/guide")]
     command = command.replace("SEED", "1").replace("GUIDE", (guides or ["none"])[0])
     words = shlex.split(command, comments=True)
-    if problem := envs.missing("scienceworld") if re.search("lge|guide_rank|scienceworld", command) else None:
+    is_java = re.search("benchmarks/lge|guide_rank|scienceworld", command)
+    if problem := envs.missing("scienceworld") if is_java else None:
         pytest.skip(problem)
     script = ROOT / words[1]
     if words[1] == "-m":

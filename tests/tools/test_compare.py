@@ -294,6 +294,21 @@ def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
     assert set(steps) == {4.0}, "two in each iteration, and the count goes on"
 
 
+def test_D9_q_is_a_network_of_its_own(tmp_path):
+    folder = make_checkpoint(SUBSET, tmp_path / "m")
+    actor = runs.load(transformers.AutoModelForCausalLM, str(folder), archer.Args())
+    body = actor.base_model
+    body.tokenizer = actor.tokenizer
+    played = [{"observations": ["Questions:\n", ""], "actions": ["Is it big?"], "rewards": [-1.0]}]
+    torch.manual_seed(0)
+    with variants.exchanged("D9"):
+        critic = archer.Critic(body, -3.0, "float32")
+    v_12, q_12 = critic(played)
+    q_12.sum().backward()
+    assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in critic.v_heads.parameters())
+    assert (q_12 + 3).abs().max() < 2 and (q_12 - v_12).abs().max() > 1e-4
+
+
 def test_mc_both_learn_the_return_that_followed():
     dialogues = [{"rewards": [-1.0, -2.0]}, {"rewards": [-4.0]}]
     target = torch.nn.Module()

@@ -130,12 +130,45 @@ def test_the_table_from_runs(tmp_path, capfd):
     assert lge.finished(tmp_path / "default/T12_DRRN_1") is None, "it was interrupted"
 
 
+def test_the_area_in_the_school(tmp_path, capfd):
+    """Its runs lie apart from ScienceWorld's, and have none of the paper's columns beside them."""
+    for row, areas in {"DRRN": (10, 20, 30), "LGE fixed": (20, 32, 38)}.items():
+        for seed, area in enumerate(areas, 1):
+            name = re.sub(r"\W+", "_", f"find-plant {row} {seed}")
+            folder = (
+                tmp_path / ("school__default__guides" if "LGE" in row else "school__default") / name / "run"
+            )
+            run_of(folder, 40, [0.0, 50.0])
+            summary = json.loads((folder / "summary.json").read_text())
+            (folder / "summary.json").write_text(json.dumps(summary | {"area": float(area)}))
+    options = {"env": "school", "tasks": ("find-plant",), "methods": ("DRRN", "LGE fixed"), "runs": tmp_path}
+    lines = lge.main(lge.Args(**options, guide="guides/x", split="area")).splitlines()
+    assert lines == [
+        "| task | DRRN | LGE fixed | gain of fixed |",
+        "| --- | ---: | ---: | ---: |",
+        "| find-plant | 20.0 ± 24.8 | 30.0 ± 22.8 | 10.0 ± 5.0 |",
+    ]
+    curves = (tmp_path / "school__default__guides/curves.csv").read_text().splitlines()
+    assert "find-plant,DRRN,2,training,40,25.0" in curves
+
+
+def test_a_run_is_told_its_world(tmp_path, monkeypatch):
+    """The script's own default is the school."""
+    told = []
+    monkeypatch.setattr(lge, "launch", lambda title, *words: told.append(words[1:]))
+    monkeypatch.setattr(lge, "finished", lambda folder: folder if told else None)
+    for env in ("scienceworld", "school"):
+        lge.run_cell(lge.Args(env=env, runs=tmp_path, options="--steps 9"), "none", "T14", "DRRN", 2)
+        assert told.pop()[:6] == ("--env", env, "--task", "T14", "--seed", 2)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"seeds": 0}, "--seeds"),
         ({"seeds": 99}, "99"),
         ({"methods": ("PPO",)}, "PPO"),
+        ({"env": "school"}, "BC is of scienceworld alone"),
         ({"out": Path("x")}, "--out"),
     ],
 )

@@ -181,6 +181,30 @@ def make_eval_data(path: str, variations: int, workers: int = 2, tasks: Iterable
     shutil.rmtree(parts)
 
 
+# ------------------------------------------------------------------------------------ 3. of the school
+# envs/worlds/school.py, our small world, is quick: its data are made anew each time, and no file is kept.
+
+
+def school_train_data(variations: int, seen: int) -> list[dict]:
+    """The training data of the school, with as many variations as `make_train_data` takes."""
+    from envs.worlds import school
+
+    records = []
+    for task in school.TASKS:
+        chosen = spaced(school.variations(task, "train"), variations)
+        looked_at = set(random.Random(task).sample(chosen, min(seen, len(chosen))))
+        records += [school.walk(task, number, number in looked_at) for number in chosen]
+    return list(tuples_of(records))
+
+
+def school_eval_data(variations: int) -> list[dict]:
+    """The development data of the school."""
+    from envs.worlds import school
+
+    numbers = {task: spaced(school.variations(task, "dev"), variations) for task in school.TASKS}
+    return [school.walk(task, number, True) for task, chosen in numbers.items() for number in chosen]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m envs.worlds.scienceworld.guide", description=__doc__.splitlines()[0]
