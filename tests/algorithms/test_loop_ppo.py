@@ -963,7 +963,7 @@ def test_tasks_may_be_played_some_at_a_time(tmp_path, base, monkeypatch):
     monkeypatch.setattr(loop_ppo, "Memory", watched)
     made = watch(monkeypatch, "make_worlds")
     _, summary = run_of(tmp_path, model=base, iterations=1, worlds=8)
-    assert sizes == [2, 1] and summary["episodes"] == 12
+    assert sizes == [2, 2, 1] and summary["episodes"] == 12  # the first is of the probe
     assert [len(worlds) for _, worlds in made] == [8], "worlds are used again, as a server each may be dear"
 
 
@@ -1004,8 +1004,8 @@ def test_no_more_logits_than_a_chunk(warm):
     )
     logps_of(warm, played, small(logit_chunk=5))
     hook.remove()
-    assert {shape[0] for shape in rows[:-1]} == {5} and all(len(shape) == 2 for shape in rows)
-    assert sum(shape[0] for shape in rows) == sum(len(t.logps) for t in played)
+    assert {shape[:-1] for shape in rows[:-1]} == {(1, 5)} and len(rows[-1]) == 3
+    assert sum(shape[1] for shape in rows) == sum(len(t.logps) for t in played)
 
 
 def test_updates_need_no_mask_and_expand_no_keys(warm, monkeypatch):
