@@ -334,7 +334,7 @@ def logits_of(model, hidden):
         logits = model(use_cache=False).logits
     finally:
         model._modules[name] = body
-    return logits.reshape(*hidden.shape[:-1], -1)
+    return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
 
 PROBED = 512  # tokens of the row with which a model is probed, at most
