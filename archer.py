@@ -29,9 +29,7 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
 """
 
 import copy
-import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -96,12 +94,6 @@ class Args:
 # A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
 # dialogues are numbered consecutively; `utterances` are one for each of their N states, in that order.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class Span(NamedTuple):
     """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
 
@@ -120,7 +112,6 @@ def lay_out(dialogues, tokenizer):
     rows = []
     spans = []
     prompts = []
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
@@ -128,16 +119,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
+                row = rows[-1] + runs.encode_reply(tokenizer, added)
             else:
-                row = encode(tokenizer, head + observation + to_reply)
+                row = runs.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a list of `encode`.
-            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            # Not +=, which would change a shared list.
+            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -320,7 +311,7 @@ def score(actor, dialogues, utterances, temperature, dtype):
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
     return logits_MV, token_M, hidden_MH, owner_M
 
@@ -358,7 +349,7 @@ class Critic(nn.Module):
         forks = None
         if texts is not None:
             end = [self.tokenizer.eos_token_id]
-            forks = [encode(self.tokenizer, text) + end for text in texts]
+            forks = [runs.encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
         hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
@@ -483,7 +474,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -513,7 +504,6 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -523,7 +513,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > actor.context - room:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
@@ -698,9 +688,12 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    runs.probe(actor, masked_states)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     if args.critic:
         body = runs.load(transformers.AutoModel, args.critic, args)
+        if body.config.model_type not in ENCODERS:
+            actor.context = min(actor.context, body.context)
     else:
         body = copy.deepcopy(actor.base_model)  # D2
         body.tokenizer = actor.tokenizer

@@ -31,7 +31,7 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
@@ -116,6 +116,7 @@ class Trajectory:
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
+    cut: bool = False  # the context ended it
     fate: str = "playing"  # then "ended", or "dropped" (a straggler), "broken" (its world): not learned from
 
     # --- while it is played
@@ -126,12 +127,6 @@ class Trajectory:
     advantage: float | None = None  # E1 or E6; the same for all its tokens
     old_logp_M: torch.Tensor | None = None  # by the model as it was before the first step
     ref_logp_M: torch.Tensor | None = None  # by the model of the start (E7)
-
-
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def padded(rows: list[list[int]]) -> torch.Tensor:
@@ -237,11 +232,10 @@ class Memory:
 
     def __init__(self, model, batch):
         B = len(batch)
-        H = model.config.hidden_size
         self.model = model
         self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
         self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
-        self.hidden_BH = torch.zeros(B, H, dtype=model.dtype)
+        self.hidden_BH = torch.zeros(B, model.config.hidden_size, dtype=model.dtype)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
@@ -273,11 +267,12 @@ class Memory:
         column_RQ = column_BQ[rows]
 
         cache = Pass(self.stored, rows, column_RQ)
-        may_see = torch.arange(cache.width) <= column_RQ[:, None, :, None]  # the columns up to its own
+        is_later = torch.arange(cache.width) > column_RQ[:, None, :, None]
+        bias = is_later.to(self.model.dtype) * -1e30  # of four axes: is added to the scores as it is
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ,
-            attention_mask=may_see,
+            attention_mask=bias,
             past_key_values=cache,
             use_cache=True,
         )
@@ -331,7 +326,10 @@ def make_worlds(args: Args, split: str) -> list:
 
 
 def listen(t: Trajectory, tokenizer, args) -> None:
-    """Takes in what the world says, waiting for it if need be. A rollout without room for a turn ends."""
+    """Takes in what the world says, waiting for it if need be.
+
+    A rollout without room for a turn ends. What the world charges for the turns left is the last one's.
+    """
     try:
         result = t.pending.result()
     except (envs.WorldBroken, envs.Unavailable) as error:
@@ -341,19 +339,18 @@ def listen(t: Trajectory, tokenizer, args) -> None:
     if t.ids:  # the prompt was there
         take_reply(t, tokenizer, *result)
     else:
-        take_prompt(t, tokenizer, *result)
+        t.text, info = result
+        t.ids += runs.encode_prompt(tokenizer, t.text)
+        t.answer = info["answer"]
     t.pending = None
     t.turn_start = len(t.ids)
-    if t.turn_start + args.max_action_tokens > args.context:
+    if t.fate == "playing" and t.turn_start + args.max_action_tokens > args.context:
+        added, t.success = envs.play_out(t.world.step)
+        t.total += added
+        if t.turns:
+            t.turn_records[-1]["reward"] += added
+        t.cut = True
         t.fate = "ended"
-
-
-def take_prompt(t: Trajectory, tokenizer, text, info) -> None:
-    """Takes in what a world's `reset` returns."""
-    head, _, to_turn = runs.chat_pieces(tokenizer)
-    t.ids += encode(tokenizer, head + text + to_turn)
-    t.text = text
-    t.answer = info["answer"]
 
 
 def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
@@ -369,11 +366,10 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     t.text = text
     t.total += reward
 
-    _, to_world, to_turn = runs.chat_pieces(tokenizer)
     end = tokenizer.eos_token_id
     if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
         t.ids.append(end)
-    t.ids += encode(tokenizer, to_world + reply + to_turn)
+    t.ids += runs.encode_reply(tokenizer, reply)
     if terminated or truncated:
         t.fate = "ended"
         t.terminated = terminated
@@ -406,8 +402,6 @@ def sample_tokens(logits_NV, generator, greedy):
 
 def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop=False):
     """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory of each."""
-    if args.temperature <= 0:
-        raise ValueError(f"--temperature {args.temperature}: it must be above 0")
     n = len(worlds)
     played = []
     for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
@@ -436,7 +430,6 @@ def play_together(model, played, args, generator, greedy, may_drop) -> None:
     together: a moment counted in rows, so that threads do not change the outcome.
     """
     tokenizer = model.tokenizer
-    head = model.get_output_embeddings()
     with ThreadPoolExecutor(args.world_threads) as pool:
         start(played, pool, tokenizer, args)
         batch = [t for t in played if t.fate == "playing"]
@@ -444,7 +437,7 @@ def play_together(model, played, args, generator, greedy, may_drop) -> None:
 
         while batch:  # row b of the memory is that of batch[b]
             # 1. one token for all that write
-            logits_BV = head(memory.hidden_BH).float() / args.temperature
+            logits_BV = runs.logits_of(model, memory.hidden_BH).float() / args.temperature
             token_B, logp_B = sample_tokens(logits_BV, generator, greedy)
             sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
             for t, token, logp in sampled:
@@ -471,6 +464,22 @@ def play_together(model, played, args, generator, greedy, may_drop) -> None:
     for t in played:
         if t.fate == "playing":
             t.fate = "dropped"
+
+
+def probe_memory(model) -> None:
+    """Raises ValueError for a model that the rollouts read otherwise than it reads by itself."""
+    ids_BT = runs.probe_ids(model)
+    *ids, last = ids_BT[0].tolist()
+    t = Trajectory(0, ids=ids)
+
+    def write():
+        memory = Memory(model, [t, t])
+        memory.keep([0])
+        t.ids.append(last)
+        memory.read([t])
+        return memory.hidden_BH
+
+    runs.compare(model, ids_BT, write, "what is written")
 
 
 def read_prompts(model, batch) -> Memory:
@@ -548,7 +557,7 @@ def score(model, trajectories, args):
     if args.micro_batch < 1:
         raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
     by_length = sorted(trajectories, key=lambda t: len(t.ids))
-    head = model.get_output_embeddings()
+    head = partial(runs.logits_of, model)
     chunk_logps = token_logps
     if args.gradient_checkpointing:
         chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
@@ -595,11 +604,13 @@ def rollout_loss(t: Trajectory, logp_M, args):
     is_clipped_M = gain_M < w_M * advantage
     log_w_M = w_M.clamp(min=1e-35).log()  # a w of 0 has none
     gap_M = t.old_logp_M - torch.tensor(t.logps)
+    gap = gap_M.abs().max().item()
+    runs.check_gap(gap, args.dtype)
     figures = {
         "update/ratio": w_M.max().item(),
         "update/spread": log_w_M.square().mean().item(),  # `update` takes the root
         "update/clipped": is_clipped_M.float().mean().item(),
-        "update/sampler_gap": gap_M.abs().max().item(),
+        "update/sampler_gap": gap,
     }
     if args.kl:
         penalty_M = kl_penalty(logp_M, t.ref_logp_M)
@@ -693,6 +704,7 @@ def play_all(model, worlds, args, greedy: bool) -> dict:
     played = rollout(model, worlds, tasks, tasks, args, generator, greedy)  # a task's number is its seed
     solved = {t.task: t.success for t in played}
     metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
+    metrics["cut"] = fmean(t.cut for t in played)
     if hasattr(worlds[0], "goals"):
         metrics |= worlds[0].goals(solved)
     return metrics
@@ -710,6 +722,7 @@ def behaviour(played, world) -> dict:
         "rollout/return": average([t.total for t in ended]),
         "rollout/success": average([t.success for t in ended]),
         "rollout/truncated": average([not t.terminated for t in ended]),
+        "rollout/cut": average([t.cut for t in ended]),
         "rollout/length": average([len(t.said) for t in played]),
         "rollout/tokens": average([len(t.logps) for t in played]),
         "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
@@ -728,6 +741,7 @@ def sample_of(t: Trajectory, iteration) -> dict:
         "iteration": iteration,
         "answer": t.answer,
         "return": t.total,
+        "success": t.success,
         "fate": t.fate,
         "text": t.text,
         "turns": t.turn_records,
@@ -749,9 +763,9 @@ def main(args: Args) -> dict:
     ref_model = None
     if args.kl and not args.lora:
         ref_model = make_model(args, source)
-    readable = min(args.context, model.config.max_position_embeddings)
-    args = replace(args, context=readable)
+    args.context = min(args.context, model.context)
     torch.set_default_device(args.device)
+    probe_memory(model)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's
 

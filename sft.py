@@ -20,7 +20,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -85,12 +84,6 @@ Row = torch.Tensor  # [T, 2]: tokens, and the kind of each
 CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two are learned
 
 
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from, of a file or of the world's player, or the best of them."""
     if args.dataset:
@@ -119,26 +112,25 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
     ends the row as the reply, cut to the room that is left, and begins the next row as its prompt.
     No rows come back for a dialogue that does not fit into `context` tokens.
     """
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     texts = dialogue["observations"]
     imitated = dialogue.get("imitate", [True] * len(texts))
-    prompt = encode(tokenizer, head + texts[0] + to_reply)
+    prompt = runs.encode_prompt(tokenizer, texts[0])
     row = of_kind(CONTEXT, prompt)
     rows = []
     for turn, action in enumerate(dialogue["actions"]):
         kind = ACTION if imitated[turn] else CONTEXT  # D4
-        row += of_kind(kind, encode(tokenizer, action))
+        row += of_kind(kind, runs.encode(tokenizer, action))
         row += of_kind(kind, [tokenizer.eos_token_id])
         so_far = texts[turn] + action
         after = texts[turn + 1]
-        reply = encode(tokenizer, to_prompt + after.removeprefix(so_far) + to_reply)
+        reply = runs.encode_reply(tokenizer, after.removeprefix(so_far))
         if after.startswith(so_far):
             row += of_kind(REPLY, reply)
         else:  # written anew
             room = max(0, context - len(row))
             row += of_kind(REPLY, reply[:room])
             rows.append(row)
-            prompt = encode(tokenizer, head + after + to_reply)
+            prompt = runs.encode_prompt(tokenizer, after)
             row = of_kind(CONTEXT, prompt)
     rows.append(row)
     if max(map(len, rows)) > context:
@@ -324,6 +316,7 @@ def make_tiny(dialogues: list[dict], args: Args):
     )  # D1
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.tokenizer = tokenizer
+    model.context = args.context
     return model.to(args.device).eval()
 
 
@@ -340,6 +333,16 @@ def set_generation(model, max_action_tokens: int) -> None:
     )
 
 
+def probe_score(model) -> None:
+    """Raises ValueError for a model that `score` reads otherwise than it reads by itself."""
+    ids_BT = runs.probe_ids(model)
+
+    def read():
+        return model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
+
+    runs.compare(model, ids_BT, read, "what is scored")
+
+
 def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] of all tokens to learn, and their kinds [M]. Padding is behind: no token sees it."""
     padded_BT2 = nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -350,7 +353,7 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_MH = hidden_BTH[:, :-1][is_learned_BT]
-    logits_MV = model.get_output_embeddings()(hidden_MH)  # [B, T, V] would be large
+    logits_MV = runs.logits_of(model, hidden_MH)  # [B, T, V] would be large
     target_M = next_ids_BT[is_learned_BT]
     nll_M = nn.functional.cross_entropy(logits_MV, target_M, reduction="none")
     return -nll_M, next_kind_BT[is_learned_BT]
@@ -416,7 +419,10 @@ def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: f
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
 def play(model, args: Args, greedy: bool) -> list[dict]:
-    """Every task once, in lockstep, `generate` writing. Where the context has no room, a dialogue ends."""
+    """Every task once, in lockstep, `generate` writing; a dialogue is cut where the context has no room.
+
+    Returns the dialogues that have an action.
+    """
     tokenizer = model.tokenizer
     options = envs.options(args.world)
     num_tasks = envs.make(args.env, **options).num_tasks
@@ -431,6 +437,8 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
             rows = rows_of(worlds.dialogues[i], tokenizer, args.context)
             if rows and len(rows[-1]) <= room:
                 prompts[i] = rows[-1][:, 0].tolist()
+            else:
+                worlds.cut(i)
         if not prompts:
             break
         ids = {"input_ids": list(prompts.values())}
@@ -441,7 +449,7 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
         worlds.step(dict(zip(prompts, texts, strict=True)))
     worlds.close()
-    return worlds.dialogues
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
 
 
 # ---------------------------------------------------------- 8. training
@@ -460,9 +468,11 @@ def main(args: Args) -> dict[str, float]:
         model = make_tiny(dialogues, args)
     else:  # loaded first, as that may fail, and dialogues may take minutes to make
         model = runs.load(transformers.AutoModelForCausalLM, args.model, args)
+        args.context = min(args.context, model.context)
         dialogues = read(world, args, 0)
     tokenizer = model.tokenizer
     set_generation(model, args.max_action_tokens)
+    probe_score(model)
     optimizers = make_optimizers(model, args.optimizer, args.lr)
     modules = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     modules["model"] = model

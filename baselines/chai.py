@@ -23,10 +23,8 @@ There is no greedy play: pi draws its candidates. It is evaluated as it plays, w
 """
 
 import copy
-import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -81,12 +79,6 @@ class Args:
 # A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
 # dialogues are numbered consecutively. "best" has an utterance of pi for each of their N states.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class Span(NamedTuple):
     """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
 
@@ -105,7 +97,6 @@ def lay_out(dialogues, tokenizer):
     rows = []
     spans = []
     prompts = []
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
@@ -113,16 +104,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
+                row = rows[-1] + runs.encode_reply(tokenizer, added)
             else:
-                row = encode(tokenizer, head + observation + to_reply)
+                row = runs.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a list of `encode`.
-            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            # Not +=, which would change a shared list.
+            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -254,7 +245,7 @@ class TwinCritic(nn.Module):
         """V and Q of states that stand before `spans` in `rows`, and of a text in each of them."""
         tokenizer = self.body.tokenizer
         end = [tokenizer.eos_token_id]
-        forks = [encode(tokenizer, text) + end for text in texts]
+        forks = [runs.encode(tokenizer, text) + end for text in texts]
         state_NH, end_NH = read_forks(self.body, rows, spans, forks, self.dtype)
         return self.v_heads(state_NH), self.q_heads(end_NH)
 
@@ -325,7 +316,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -377,7 +368,6 @@ def rollout(
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
     room = 4 * args.max_action_tokens
     while alive := worlds.alive():
@@ -385,7 +375,7 @@ def rollout(
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > actor.context - room:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
@@ -485,6 +475,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimiser, as they start; the actor stays so (D1)
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    runs.probe(actor, masked_states)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)

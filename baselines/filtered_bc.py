@@ -18,10 +18,8 @@ Differs from the paper; in brackets what undoes it:
       the authors' code all that were ever played are filtered (--buffer-size 100000000).
 """
 
-import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -73,12 +71,6 @@ class Args:
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one follows the end.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class Span(NamedTuple):
     """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
 
@@ -97,7 +89,6 @@ def lay_out(dialogues, tokenizer):
     rows = []
     spans = []
     prompts = []
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
@@ -105,16 +96,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
+                row = rows[-1] + runs.encode_reply(tokenizer, added)
             else:
-                row = encode(tokenizer, head + observation + to_reply)
+                row = runs.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a list of `encode`.
-            row = row + encode(tokenizer, action) + [tokenizer.eos_token_id]
+            # Not +=, which would change a shared list.
+            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -200,7 +191,7 @@ def read_tokens(body, tokenizer, dialogues, dtype):
 def score_actions(actor, dialogues, temperature, dtype):
     """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
     logp_M1 = logp_MV.gather(-1, token_M[:, None])
     return logp_MV, logp_M1[:, 0]
@@ -287,7 +278,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -317,7 +308,6 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -327,7 +317,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - room:
+            if len(rows[i]) > actor.context - room:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
@@ -400,6 +390,7 @@ def main(args: Args) -> dict[str, float]:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    runs.probe(actor, masked_states)
     actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one

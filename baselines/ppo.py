@@ -23,10 +23,8 @@ Differs from the second paper, or from the code that it used (LMRL-Gym's); in br
 """
 
 import copy
-import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -84,12 +82,6 @@ class Args:
 # next action, in most worlds the whole text so far; the last one follows the end.
 # Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
 # "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
-@lru_cache(maxsize=100_000)  # worlds repeat themselves
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a piece of text. The list is shared: do not change it."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class Span(NamedTuple):
     """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
 
@@ -108,7 +100,6 @@ def lay_out(dialogues, tokenizer):
     rows = []
     spans = []
     prompts = []
-    head, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
@@ -116,14 +107,14 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + encode(tokenizer, to_prompt + added + to_reply)
+                row = rows[-1] + runs.encode_reply(tokenizer, added)
             else:
-                row = encode(tokenizer, head + observation + to_reply)
+                row = runs.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]  # not +=, which would change a list of `encode`
+            row = row + dialogue["ids"][turn]  # not +=, which would change a shared list
             if goes_on:
                 rows[-1] = row
             else:
@@ -222,7 +213,7 @@ def read_tokens(body, tokenizer, dialogues, dtype):
 def score_actions(actor, dialogues, temperature, dtype):
     """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
-    logits_MV = actor.get_output_embeddings()(hidden_MH) / temperature
+    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
     logp_M1 = logp_MV.gather(-1, token_M[:, None])
     return logp_MV, logp_M1[:, 0]
@@ -303,7 +294,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = actor.get_output_embeddings()(hidden_BSH) / args.temperature
+        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -334,14 +325,13 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     worlds.reset(seeds=seeds, indices=indices)
     for dialogue in worlds.dialogues:
         dialogue["ids"] = []
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - args.max_action_tokens:
+            if len(rows[i]) > actor.context - args.max_action_tokens:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
@@ -471,6 +461,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     source = args.actor or runs.checkpoint_of(worlds.envs[0])
     actor = runs.load(transformers.AutoModelForCausalLM, source, args)
+    runs.probe(actor, masked_states)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer

@@ -76,11 +76,10 @@ def extended(state: dict, guess: str, reply: str) -> dict:
 def p_yes(model, asked: list[tuple[dict, str]], batch: int) -> list[float]:
     """P(Yes) behind each guess: of the three answers whole, however many tokens they have."""
     rows, last, tokenizer = [], [], model.tokenizer
-    _, to_prompt, to_reply = runs.chat_pieces(tokenizer)
     for state, guess in asked:
         for reply in REPLIES:
             rows += sft.rows_of(extended(state, guess, reply), tokenizer, sys.maxsize)
-            last.append(len(sft.encode(tokenizer, to_prompt + reply + to_reply)))
+            last.append(len(runs.encode_reply(tokenizer, reply)))
             rows[-1][: -last[-1], 1] = sft.CONTEXT
     order, total = sorted(range(len(rows)), key=lambda i: len(rows[i])), torch.zeros(len(rows))
     for part in (order[i : i + batch] for i in range(0, len(order), batch)):

@@ -98,7 +98,7 @@ def figures_of(dialogues: list[dict], tokenizer) -> dict[str, float]:
         "return": figures["return"],
         "error": spread / math.sqrt(len(dialogues)),
         "success": figures["success"],
-        "tokens": fmean(len(archer.encode(tokenizer, action)) for action in actions),
+        "tokens": fmean(len(runs.encode(tokenizer, action)) for action in actions),
     }
 
 

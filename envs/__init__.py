@@ -30,7 +30,8 @@ A dialogue, as `demonstrations` and VecTextEnv make it, is a dict of text:
     actions, rewards            n of each
     terminated                  False: the time limit ended it, or it goes on
     success, answer             as the world has said
-    cut                         of VecTextEnv: True if it was ended from outside, by `cut`
+    cut                         of VecTextEnv: True if it was ended from outside, by `cut`; the last reward
+                                has what the world charged for the turns that were left
     imitate                     of demonstrations, if there are such turns: n bools, False for a mistake whose
                                 reply may be learned, but which is not to be imitated
 
@@ -41,7 +42,9 @@ import inspect
 import os
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from statistics import fmean
 from typing import get_args
@@ -58,6 +61,7 @@ __all__ = [
     "make",
     "missing",
     "options",
+    "play_out",
     "read_action",
     "replies",
     "summarise",
@@ -261,6 +265,20 @@ def replies(observations: list[str], actions: list[str]) -> list[str]:
     ]
 
 
+def play_out(step: Callable) -> tuple[float, bool]:
+    """Plays a world on with "" to its end, by its `step`; returns what that adds to the return, and success.
+
+    Every limit of ours that ends a dialogue comes here. Else an agent that rambles until there is no room for
+    a turn would be spared what the world charges for the turns that are left.
+    """
+    added, is_over = 0.0, False
+    while not is_over:
+        _, reward, terminated, truncated, info = step("")
+        added += reward
+        is_over = terminated or truncated
+    return added, info["result"]["success"]
+
+
 def summarise(dialogues: list[dict], tag: str = "{}") -> dict[str, float]:
     """Mean undiscounted return, success and length of some dialogues, and four shares.
 
@@ -357,9 +375,17 @@ class VecTextEnv:
                 dialogue["success"] = info["result"]["success"]
 
     def cut(self, i: int) -> None:
-        """Ends the dialogue of world `i` as truncated, for example because the model's context is full."""
-        if not (self.terminated[i] or self.truncated[i]):
-            self.truncated[i] = self.dialogues[i]["cut"] = True
+        """Ends the dialogue of world `i` as truncated, for example because the model's context is full.
+
+        What the world charges for the turns that are left (`play_out`) is charged to the last action.
+        """
+        if self.terminated[i] or self.truncated[i]:
+            return
+        dialogue = self.dialogues[i]
+        added, dialogue["success"] = play_out(partial(self._call, i, "step"))
+        if dialogue["rewards"]:
+            dialogue["rewards"][-1] += added
+        self.truncated[i] = dialogue["cut"] = True
 
     def close(self) -> None:
         for world in self.envs:

@@ -63,6 +63,19 @@ def apart(text: str, wanted: str) -> str:
     return f"{text[shown]!r} stands where {wanted[shown]!r} should"
 
 
+def plain(value):
+    """A value of numpy, or a container of some, as Python's own, which JSON and a checkpoint take.
+
+    >>> plain({"success": np.True_, "word": (np.str_("dog"), np.arange(2))})
+    {'success': True, 'word': ('dog', [0, 1])}
+    """
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
 class AnyText(gymnasium.spaces.Text):
     """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
 
@@ -85,7 +98,7 @@ class Adapted(gymnasium.Env):
         for method, arguments in {"reset": {"seed": 0, "options": {}}, "step": {"action": ""}}.items():
             self.can_be_called(method, arguments)
         self.has_tasks = self.own("num_tasks") is not None
-        self.num_tasks = self.own("num_tasks", SEEDS)
+        self.num_tasks = plain(self.own("num_tasks", SEEDS))
         self.append_only = self.own("append_only", True)
         self.keeps_dialogue = (
             self.own("append_only") is None
@@ -135,8 +148,7 @@ class Adapted(gymnasium.Env):
         self.observation = text
         self.turns += 1
         self.total += float(reward)
-        terminated = bool(terminated)
-        truncated = not terminated and (bool(truncated) or self.turns >= self.max_turns)
+        truncated = not terminated and (truncated or self.turns >= self.max_turns)
         self.over = terminated or truncated
         if self.over:
             result = {"return": self.total, "length": self.turns, "success": False}
@@ -153,7 +165,7 @@ class Adapted(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """The world's own or, if it makes none, dialogues of the first of its players."""
         if own := self.own("demonstrations"):
-            return own(n, seed)
+            return plain(own(n, seed))
         if not self.players:
             raise ValueError(
                 f"{self.id} has neither players nor demonstrations to learn from: give --dataset FILE,"
@@ -199,7 +211,7 @@ class Adapted(gymnasium.Env):
             raise envs.NotAWorld(f"{self.id}: {method} must take ({wanted}): {error}; {PAGE}") from None
 
     def checked(self, method: str, parts: dict, result) -> tuple:
-        """What a method has returned. Raises NotAWorld if it has other parts, or of other types."""
+        """What a method has returned, made plain. Raises NotAWorld for other parts, or other types."""
         if not isinstance(result, tuple) or len(result) != len(parts):
             raise envs.NotAWorld(
                 f"{self.id}: {method} must return ({', '.join(parts)}), not {result!r:.80}; {PAGE}"
@@ -210,4 +222,4 @@ class Adapted(gymnasium.Env):
                 raise envs.NotAWorld(
                     f"{self.id}: the {part} that {method} returns must be {name}, not {value!r:.80}; {PAGE}"
                 )
-        return result
+        return tuple(map(plain, result))

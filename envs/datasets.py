@@ -3,17 +3,14 @@
     dialogues, notes = envs.datasets.read_dialogues("data.json")       # notes say what was skipped and why
     dialogues = envs.datasets.make_dialogues(world, 5000, 0, "random=0.7,scripted=0.3")
 
-What a dialogue is stands at the top of envs/__init__.py. Files that are read: two of the authors of ArCHer,
-and two that runs write, a dialogue a line:
+What a dialogue is stands at the top of envs/__init__.py. Files that are read (FORMS): two of the authors of
+ArCHer, a list each, and two that runs write, a dialogue a line: dataset.jsonl and rollouts.jsonl, which
+loop_ppo.py writes in a form of its own.
 
-    [{"lines": ["Is it alive? Yes.", ...], "correct": bool, "word": ["dog"]}, ...]       Twenty Questions
-    [{"conversation": ["Is it old? No.", ...], "done": bool, "word": "lima,peru"}, ...]  Guess My City
-    {"observations": [...], "actions": [...], ...}                                       dataset.jsonl
-    {"start": "...", "turns": [{"action": "", "reply": "", "reward": -1.0}, ...]}        rollouts.jsonl
-
-A success is what the file says: "correct", "done" or, in the last two, "success". Where one of these two does
-not say it, a dialogue that the world has ended counts as one: true of the guessing games, not of worlds that
-can end badly. The last two may have "imitate", too.
+A success is what the file says: "correct", "done" or "success". Where a run's file does not say it, a
+dialogue that the world has ended counts as one: true of the guessing games, not of worlds that can end badly.
+loop_ppo.py does not say what has ended a rollout: it counts as ended by the world. A dialogue of
+dataset.jsonl may have "imitate", too.
 """
 
 import json
@@ -25,6 +22,11 @@ from pathlib import Path
 
 START = "Questions:\n"  # the first observation of both games
 MAX_TURNS = 20  # of both games
+FORMS = """\
+{"observations": [...], "actions": [...], "rewards": [...], "terminated": bool, "answer": "..."}
+{"text": "...", "turns": [{"action": "", "reply": "", "reward": 0.0}], "fate": "ended", "answer": "..."}
+{"lines": ["Is it alive? Yes."], "correct": bool, "word": ["dog"]}
+{"conversation": ["Is it old? No."], "done": bool, "word": "lima,peru"}"""
 KEYS = {"observations": list, "actions": list, "rewards": list, "terminated": bool, "answer": str}
 
 
@@ -155,28 +157,48 @@ def read_record(record: dict, append_only: bool) -> tuple[dict | None, str, int]
         follow(made, append_only)
         return made | said_besides(record, n), "", 0
     if "turns" in record:
-        check(record, {"start": str, "turns": list, "terminated": bool, "answer": str})
-        made = {"observations": [record["start"]], "actions": [], "rewards": []}
-        for turn in record["turns"]:
-            check(turn, {"action": str, "reply": str, "reward": float})
-            before = made["observations"][-1] + turn["action"] if append_only else ""
-            made["observations"].append(before + turn["reply"])
-            made["actions"].append(turn["action"])
-            made["rewards"].append(float(turn["reward"]))
-        follow(made, append_only)
-        made |= {"terminated": record["terminated"], "answer": record["answer"]}
-        return made | said_besides(record, len(record["turns"])), "", 0
+        return from_turns(record, append_only)
     if "conversation" in record:
         check(record, {"conversation": list, "done": bool, "word": str})
         if not all(isinstance(line, str) for line in record["conversation"]):
             raise ValueError('field "conversation": each must be text, "question? answer"')
         return from_lines(record["conversation"], record["done"], record["word"])
+    if "lines" not in record:
+        forms = "; ".join(FORMS.splitlines())
+        raise ValueError(
+            f"which has {', '.join(map(repr, record)) or 'no fields'}, has none of the forms {forms}"
+        )
     check(record, {"lines": list, "correct": bool, "word": list})
     if not all(isinstance(line, str) for line in record["lines"]):
         raise ValueError('field "lines": each must be text, "question? answer"')
     if not all(isinstance(name, str) and name for name in record["word"]):
         raise ValueError('field "word": each must be a name')
     return from_lines(record["lines"], record["correct"], record["word"][0])
+
+
+def from_turns(record: dict, append_only: bool) -> tuple[dict | None, str, int]:
+    """A dialogue of loop_ppo.py, whose text begins with what the world said first."""
+    check(record, {"text": str, "turns": list, "fate": str, "answer": str})
+    if record["fate"] != "ended":
+        return None, f"a rollout that was {record['fate']}", 0
+    for turn in record["turns"]:
+        check(turn, {"action": str, "reply": str, "reward": float})
+    said = [turn["action"] + turn["reply"] for turn in record["turns"]]
+    if not append_only or not record["text"].endswith("".join(said)):
+        raise ValueError(
+            'field "text": must end in the actions and replies of the turns, one after the other'
+        )
+    observations = [record["text"].removesuffix("".join(said))]
+    for text in said:
+        observations.append(observations[-1] + text)
+    made = {
+        "observations": observations,
+        "actions": [turn["action"] for turn in record["turns"]],
+        "rewards": [float(turn["reward"]) for turn in record["turns"]],
+    }
+    follow(made, append_only)
+    made |= {"terminated": True, "answer": record["answer"]}
+    return made | said_besides(record | {"terminated": True}, len(said)), "", 0
 
 
 def said_besides(record: dict, n: int) -> dict:

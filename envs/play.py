@@ -15,7 +15,7 @@ from pathlib import Path
 import gymnasium.error
 
 import envs
-from envs.runs import chat_pieces, why_not_loaded
+from envs.runs import chat_pieces, encode, encode_prompt, encode_reply, why_not_loaded
 
 QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
 SHORT = {
@@ -97,26 +97,23 @@ class Agent:
             )
             if report["missing_keys"] or self.tokenizer.eos_token is None:
                 raise ValueError("weights or the end token are missing")
+            self.end = self.tokenizer.convert_tokens_to_ids(chat_pieces(self.tokenizer).end)
         except Exception as error:  # what a folder can hold has no end, nor have the errors
             reason = why_not_loaded(str(source), error)
             raise ValueError(f"{folder} is no folder of a causal language model: {reason}") from error
         if seed is not None:
             torch.manual_seed(seed)
         self.torch, self.append_only, self.greedy = torch, append_only, greedy
-        self.before, self.between, self.behind = chat_pieces(self.tokenizer)
 
     def ids(self, observations: list[str], actions: list[str]) -> list[int]:
-        """The tokens of the prompt. Each piece is tokenised by itself, and a turn ends with the end token."""
+        """The tokens of the prompt. Each text is tokenised by itself, and a turn ends with the end token."""
         if not self.append_only:
             observations, actions = observations[-1:], []
-        ids = self.encode(self.before + observations[0] + self.behind)
+        ids = [*encode_prompt(self.tokenizer, observations[0])]
         for action, reply in zip(actions, envs.replies(observations, actions), strict=True):
-            ids += [*self.encode(action), self.tokenizer.eos_token_id]
-            ids += self.encode(self.between + reply + self.behind)
+            ids += [*encode(self.tokenizer, action), self.end]
+            ids += encode_reply(self.tokenizer, reply)
         return ids
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def write(self, observations: list[str], actions: list[str], max_tokens: int) -> str:
         """The next action: drawn from the model or, if greedy, the likeliest token each time."""
@@ -134,8 +131,8 @@ class Agent:
             prompt,
             attention_mask=self.torch.ones_like(prompt),
             max_new_tokens=min(room, max_tokens),
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=self.end,
+            pad_token_id=self.end,
             **how,
         )
         return self.tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)

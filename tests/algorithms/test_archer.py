@@ -189,7 +189,7 @@ def talkative(actor):
     head.weight.data = actor.get_output_embeddings().weight.data.clone()
     head.bias.data.zero_()
     for text, bias in {"\n": 3.0, " ": 3.0}.items():
-        head.bias.data[archer.encode(actor.tokenizer, text)[0]] = bias
+        head.bias.data[runs.encode(actor.tokenizer, text)[0]] = bias
     head.bias.data[actor.tokenizer.eos_token_id] = 3.0
     actor.lm_head = head
     return actor
@@ -204,6 +204,7 @@ def tokenizer(toys):
 def actor(tokenizer, request):
     actor = make_model(request.param, tokenizer, layers=2)
     actor.tokenizer = tokenizer
+    actor.context = actor.config.max_position_embeddings
     return talkative(actor)
 
 
@@ -277,9 +278,9 @@ def before(dialogue, k, tokenizer, append_only) -> list[int]:
         if j > first:
             said = dialogue["observations"][j - 1] + dialogue["actions"][j - 1]
             assert text.startswith(said)
-            ids += [*archer.encode(tokenizer, dialogue["actions"][j - 1]), tokenizer.eos_token_id]
+            ids += [*runs.encode(tokenizer, dialogue["actions"][j - 1]), tokenizer.eos_token_id]
             text = text[len(said) :]
-        ids += archer.encode(tokenizer, text)
+        ids += runs.encode(tokenizer, text)
     return ids
 
 
@@ -436,7 +437,7 @@ def test_lay_out_is_text_and_ends_of_turn(actor, tokenizer, world):
     assert len(rows) == (8 if world == "toy" else len(spans)) and len(spans) == len(states(played))
     for (d, k), (row, start, stop) in zip(states(played), spans, strict=True):
         assert rows[row][:start] == before(d, k, tokenizer, world == "toy")
-        assert rows[row][start:stop] == [*archer.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id]
+        assert rows[row][start:stop] == [*runs.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id]
     assert prompts == [before(d, len(d["actions"]), tokenizer, world == "toy") for d in played]
     begun = [cut_off(d, k) for d, k in states(played)]
     _, spans, prompts = archer.lay_out(begun, tokenizer)
@@ -457,9 +458,9 @@ def test_an_observation_written_anew_begins_a_row_wherever_it_comes(tokenizer):
     for row, own in zip(rows, parts, strict=True):
         expected = []
         for i, text in enumerate(own):
-            expected += archer.encode(tokenizer, text) + [tokenizer.eos_token_id] * (i % 2)
+            expected += runs.encode(tokenizer, text) + [tokenizer.eos_token_id] * (i % 2)
         assert row == expected
-    assert prompts == [rows[2] + archer.encode(tokenizer, " yes"), archer.encode(tokenizer, "c")]
+    assert prompts == [rows[2] + runs.encode(tokenizer, " yes"), runs.encode(tokenizer, "c")]
 
 
 def test_lay_out_spells_the_template_of_the_model(folders):
@@ -479,19 +480,12 @@ def test_lay_out_spells_the_template_of_the_model(folders):
         assert tokenizer.decode(ids) == expected
 
 
-def test_a_template_that_ends_turns_otherwise_is_an_error(folders):
-    tokenizer = copy.deepcopy(AutoTokenizer.from_pretrained(folders["CHAT"]))
-    tokenizer.eos_token = "<|im_start|>"
-    with pytest.raises(ValueError, match=r"ends turns with another token than '<.im_start.>'"):
-        runs.chat_pieces(tokenizer)
-
-
 def test_spoken_is_what_the_world_takes(tokenizer):
     """The critic judges fresh utterances by this text and learns from what worlds took: they must not
     differ."""
     worlds = [Toy(), envs.make("twenty-questions-subset")]
     for text in [" ant\n", "ant \n", "\n", "  \n", "a\nb", "ant", "\t ant\t\n", ""]:
-        ids = archer.encode(tokenizer, text)
+        ids = runs.encode(tokenizer, text)
         assert archer.spoken(tokenizer, [*ids, tokenizer.eos_token_id]) == archer.spoken(tokenizer, ids)
         for world in worlds:
             world.reset(options={"index": 0})
@@ -664,7 +658,7 @@ def test_more_dialogues_than_are_read_at_once(actor, tokenizer, monkeypatch):
 def test_score_of_the_actions_taken(actor, tokenizer, world):
     """None scores them where they stand, and says of them what a fork would."""
     played, _ = play(world, actor)
-    taken = [[*archer.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id] for d, k in states(played)]
+    taken = [[*runs.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id] for d, k in states(played)]
     with torch.no_grad():
         stands, forks = (archer.score(actor, played, said, 0.7, "float32") for said in (None, taken))
     assert torch.allclose(stands[0], forks[0], atol=1e-4)
@@ -686,7 +680,7 @@ def test_utterances_stop_at_the_end_of_turn_and_only_there(actor, tokenizer, mon
 def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     """Chi-square of 20,000 first tokens at temperature 0.7. Fails for a hidden top-k, top-p or
     temperature."""
-    N, args, row = 20_000, small(max_action_tokens=1, temperature=0.7), archer.encode(tokenizer, "red: ")
+    N, args, row = 20_000, small(max_action_tokens=1, temperature=0.7), runs.encode(tokenizer, "red: ")
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([row])).logits[0, -1].double() / 0.7).softmax(-1)
     rows, starts = [row] * (N // 10), [[len(row)] * 10] * (N // 10)
@@ -742,7 +736,7 @@ def test_no_token_without_probability_is_drawn(monkeypatch):
 
 def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
     """Token by token; whatever the generator says."""
-    rows = [archer.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
+    rows = [runs.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
     starts = [[len(row) - 1, len(row)] for row in rows]
     generator = torch.Generator().manual_seed(7)
     utterances, logps = write(actor, rows, starts, small(), generator, greedy=True)
@@ -845,7 +839,7 @@ def test_a_memory_reads_what_is_new(actor, tokenizer, monkeypatch):
     """Rows that grow, by different numbers of tokens; that are written anew, longer or shorter; that stay as
     they are; that leave. And it forgets what was written behind them, and is right with learned positions.
     """
-    read = {text: archer.encode(tokenizer, text) for text in ("red: ", "blue: ", " ant no\ngreen: ", "cow")}
+    read = {text: runs.encode(tokenizer, text) for text in ("red: ", "blue: ", " ant no\ngreen: ", "cow")}
     red, blue, grown, cow = read.values()
     turns = [  # of each row, and how many of its tokens were read before
         {"a": (red, 0), "b": (blue + cow, 0), "c": (red + cow, 0), "d": (cow, 0)},
@@ -943,13 +937,13 @@ def test_rng_draws_the_seeds_of_the_worlds(actor, monkeypatch):
 
 def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
     """pad == eos is safe: masks come from lengths, so token 0 is a token like any other where it really
-    stands."""
+    stands. Spelled by the world it is text."""
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
     text = "red<|endoftext|>: "
     d = {"observations": [text, text + "<|endoftext|> no\nb: ", "."], "actions": ["<|endoftext|>", "ant"]}
     other = {"observations": ["a", "."], "actions": ["bee"]}
     said = [[0], [5, 0, 0, 7, 0], [0, 0]]
-    assert archer.encode(tokenizer, text).count(0) == 1
+    assert runs.encode(tokenizer, text).count(0) == 0
     with torch.no_grad():
         logits_MV, token_M, _, _ = archer.score(actor, [d, other], said, 1.0, "float32")
     logp = logits_MV.log_softmax(-1)[torch.arange(len(token_M)), token_M].tolist()
@@ -986,7 +980,7 @@ def test_critic_reads_what_it_should(actor, world, kind, folders):
         for n, (d, k) in enumerate(states(played)):
             if kind == "decoder":
                 row = before(d, k, own, world == "toy")
-                said = [*archer.encode(own, fresh[n]), own.eos_token_id]
+                said = [*runs.encode(own, fresh[n]), own.eos_token_id]
                 hidden = body(input_ids=torch.tensor([row + said])).last_hidden_state[0]
                 v_H, q_H = hidden[len(row) - 1], hidden[-1]
             else:
@@ -1210,7 +1204,7 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
     others."""
     played, outputs = Toy().demonstrations(4, seed=1), []
     end = [tokenizer.eos_token_id]
-    fresh = [archer.encode(tokenizer, action) + end for d in played for action in d["actions"]]
+    fresh = [runs.encode(tokenizer, action) + end for d in played for action in d["actions"]]
     said = iter(fresh)
     written = [d | {"fresh": d["actions"], "fresh_ids": [next(said) for _ in d["actions"]]} for d in played]
     monkeypatch.setattr(archer, "with_fresh", lambda *_: written)

@@ -157,6 +157,7 @@ def actor(data):
     head.bias.data.zero_()
     head.bias.data[tokenizer.eos_token_id] = 4.0
     actor.lm_head, actor.tokenizer = head, tokenizer
+    actor.context = actor.config.max_position_embeddings
     return actor
 
 
@@ -364,7 +365,7 @@ def test_actor_update_is_the_loop(actor, data, loss, monkeypatch):
     for n, (d, k, action) in enumerate(turns):
         rows, spans, _ = offline.lay_out([d], tokenizer)
         before = rows[0][: spans[k].start]
-        logp = sum(plain_logps(actor, before, [*offline.encode(tokenizer, action), tokenizer.eos_token_id]))
+        logp = sum(plain_logps(actor, before, [*runs.encode(tokenizer, action), tokenizer.eos_token_id]))
         v, q = value_alone(critic, d, k, action)
         weights.append(min(math.exp(args.beta * (q.min() - v.min()).item()), 1.5))
         imitation -= logp / len(turns)

@@ -133,6 +133,7 @@ def taught(tmp_path_factory, toys):  # noqa: F811
         for parameter in actor.parameters():  # initialised so wide to say odd things; here it shall learn
             parameter.data *= 0.3 if parameter.ndim > 1 else 1.0
         actor.tokenizer, rng = own, np.random.default_rng(0)
+        actor.context = actor.config.max_position_embeddings
         optimizer = torch.optim.AdamW(actor.parameters(), lr=5e-3)
         for _ in range(150):
             batch = [demonstrations[i] for i in rng.integers(len(demonstrations), size=16)]

@@ -100,7 +100,7 @@ def test_p_yes_is_that_of_whole_answers():
         logps = []
         for reply in knowledge.REPLIES:
             (row,) = sft.rows_of(knowledge.extended(state, guess, reply), model.tokenizer, 2048)
-            ids, n = row[:, 0].long(), len(sft.encode(model.tokenizer, reply))
+            ids, n = row[:, 0].long(), len(runs.encode(model.tokenizer, reply))
             logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])
             logps.append(logp[-n:].sum())
         assert found == pytest.approx(torch.stack(logps).softmax(0)[0].item(), abs=1e-5)

@@ -26,13 +26,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from tiny import guide_options, make_checkpoint
+from tiny import guide_options, make_checkpoint, make_looker_ahead, make_rambler
 
 import envs
 from envs import runs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py")])
+SPEAKERS = [path for path in SCRIPTS if path.stem not in ("guide_simcse", "lge_drrn")]  # language models do
 SOURCES = [*SCRIPTS, *sorted(ROOT.glob("envs/**/*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "checkpoints/README.md"]
 
@@ -658,6 +659,21 @@ def test_the_metrics_table_of_the_page_has_what_is_logged_and_nothing_else(scrip
     assert [tag for tag, meaning in metrics.items() if len(meaning) < 10] == []
 
 
+@pytest.mark.parametrize("script", SPEAKERS, ids=lambda path: path.stem)
+def test_rambling_is_charged_for(script, checkpoint, tmp_path):
+    """Who never ends a turn fills the context early, and yet returns what all 20 questions cost."""
+    rambler = make_rambler(checkpoint(ROOT / "archer.py"), tmp_path / "rambler")
+    options = ["--env", WORLD["archer"], "--runs", tmp_path / "runs", *tiny(script, rambler)]
+    code, _, err = call(script, *options, *(["--iterations", "0"] if script.stem != "sft" else []))
+    assert (code, err) == (0, "")
+    (folder,) = (tmp_path / "runs").iterdir()
+    start = figures_of(folder)[0]
+    of_play = {tag for tag in start if tag in ("eval/return", "eval/return_greedy")}
+    assert of_play and {start[tag] for tag in of_play} == {-20.0}
+    cut = {tag.replace("return", "cut") for tag in of_play}
+    assert {start[tag] for tag in cut} == {1.0} and start["eval/success"] == 0.0
+
+
 # ----------------------------------------------------------------------------------------- README
 
 # (start of a command, arguments that make it small, what is typed); the first that fits is taken
@@ -1018,6 +1034,17 @@ def test_weights_that_are_missing_are_not_drawn_at_random(script, checkpoint, ti
     assert not (tmp_path / "runs").exists()
     shutil.rmtree(folder)
     assert str(folder) in one_line(script, *options)
+
+
+@pytest.mark.parametrize("script", SPEAKERS, ids=lambda path: path.stem)
+def test_a_model_that_is_read_otherwise_than_by_itself_is_refused(script, checkpoint, tmp_path):
+    """Before anything is learned; else a run would end with exit code 0 and wrong numbers."""
+    folder = make_looker_ahead(checkpoint(ROOT / "archer.py"), tmp_path / "model")
+    options = ["--env", WORLD["archer"], "--runs", tmp_path / "runs", *tiny(script, folder)]
+    said = one_line(script, *options)
+    reason = "what it says of a token depends on those that follow"
+    assert said == f"{script.name}: a model of type bert cannot be used: {reason}"
+    assert not (tmp_path / "runs").exists()
 
 
 @each_script

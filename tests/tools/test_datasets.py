@@ -82,25 +82,35 @@ def test_what_a_run_has_saved_is_read_as_it_was(world, tmp_path):
     assert read_dialogues(str(path)) == ([{key: d[key] for key in keys} for d in made], [])
 
 
-@pytest.mark.parametrize("append_only", [True, False])
-def test_rollouts_of_an_online_run(tmp_path, append_only):
-    """Where the history does not grow, a reply is the whole next observation."""
-    turns = [
-        {"action": "a", "reply": " no\n", "reward": -1.0, "Q": 1},
-        {"action": "b", "reply": " yes\n", "reward": 0.0},
-    ]
-    record = {
-        "iteration": 3,
-        "start": "> ",
-        "turns": turns,
-        "terminated": True,
-        "answer": "b",
-        "return": -1.0,
-    }
-    (read_one,), notes = read(tmp_path, record, append_only=append_only)
-    after = ["> a no\n", "> a no\nb yes\n"] if append_only else [" no\n", " yes\n"]
-    assert read_one["observations"] == ["> ", *after] and notes == []
+def loop_record(*turns, begun="> ", **more) -> dict:
+    """A rollout as loop_ppo.py writes it, of turns (action, reply, reward)."""
+    text = begun + "".join(action + reply for action, reply, _ in turns)
+    named = [dict(zip(("action", "reply", "reward"), turn, strict=True)) for turn in turns]
+    return {"iteration": 3, "answer": "b", "fate": "ended", "text": text, "turns": named} | more
+
+
+def test_rollouts_of_loop(tmp_path):
+    """Those that were dropped, or whose world broke, have no end to learn from."""
+    turns = ("a", " no\n", -1.0), ("b", " yes\n", 0.0)
+    records = [loop_record(*turns, success=True), loop_record(*turns, fate="dropped")]
+    (read_one,), notes = read(tmp_path, *records)
+    assert read_one["observations"] == ["> ", "> a no\n", "> a no\nb yes\n"]
     assert (read_one["actions"], read_one["rewards"]) == (["a", "b"], [-1.0, 0.0])
+    assert read_one["success"] and read_one["terminated"] and read_one["answer"] == "b"
+    assert len(notes) == 1 and "1 of 2 dialogues left out: a rollout that was dropped" in notes[0]
+    with pytest.raises(ValueError, match='record 0, field "text": must end in the actions and replies'):
+        read(tmp_path, loop_record(*turns, text="> a no\n"))
+
+
+@pytest.mark.parametrize("record", [{"state": "a", "utterance": "b"}, {"messages": []}, {}])
+def test_of_what_has_another_form_the_forms_are_named(tmp_path, record):
+    """In one line, and not the fields of a form that was never meant."""
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, record)
+    said = str(error.value)
+    assert "record 0, " in said and len(said.splitlines()) == 1
+    for name in ("observations", "turns", "lines", "conversation", *record):
+        assert repr(name) in said or f'"{name}"' in said
 
 
 def test_guess_my_city(tmp_path):
@@ -129,39 +139,38 @@ def test_guess_my_city(tmp_path):
 
 def test_an_empty_utterance_and_whole_rewards_are_read(tmp_path):
     """What an agent may say, and how other programs write -1.0."""
-    turns = [{"action": "", "reply": " no\n", "reward": -1}]
-    record = {"start": "> ", "turns": turns, "terminated": False, "answer": "b"}
+    record = loop_record(("", " no\n", -1), success=False)
     whole = {
         "observations": ["> ", ">  no\n"],
         "actions": [""],
         "rewards": [-1],
-        "terminated": False,
+        "terminated": True,
+        "success": False,
         "answer": "b",
     }
     (one, two), _ = read(tmp_path, record, whole)
-    assert one == two == whole | {"rewards": [-1.0], "success": False}
+    assert one == two == whole | {"rewards": [-1.0]}
     assert isinstance(two["rewards"][0], float)
 
 
 def test_success_is_what_the_file_says(tmp_path):
     """Its own field; where a run's file has none, the end counts for one."""
     lines = {"lines": ["Is it a ball? Yes."], "correct": True, "word": ["ball"]}
-    rollout = {"start": "> ", "turns": [{"action": "a", "reply": " no\n", "reward": 0.0}], "answer": "b"}
     whole = {"observations": ["> ", "> a no\n"], "actions": ["a"], "rewards": [0.0], "answer": "b"}
     records = [lines, lines | {"correct": False}, CITY, CITY | {"done": False}]
-    for record in (rollout, whole):
-        records += [record | {"terminated": end} for end in (True, False)]
-        records.append(record | {"terminated": True, "success": False})
+    records += [whole | {"terminated": end} for end in (True, False)]
+    records.append(whole | {"terminated": True, "success": False})
+    records += [loop_record(("a", " no\n", 0.0), success=success) for success in (True, False)]
     dialogues, _ = read(tmp_path, *records)
-    assert [d["success"] for d in dialogues] == [True, False, True, False] + [True, False, False] * 2
+    assert [d["success"] for d in dialogues] == [True, False] * 2 + [True, False, False] + [True, False]
     with pytest.raises(ValueError, match='record 0, field "success": must be a bool'):
         read(tmp_path, whole | {"terminated": True, "success": 1})
 
 
 def test_what_is_not_to_be_imitated_is_kept(tmp_path):
     """It is a mark of each action, and no record needs it."""
-    turns = [{"action": action, "reply": " no\n", "reward": -1.0} for action in "ab"]
-    record = {"start": "> ", "turns": turns, "terminated": False, "answer": "c"}
+    record = {"observations": ["> ", "> a no\n", "> a no\nb no\n"], "actions": ["a", "b"]}
+    record |= {"rewards": [-1.0, -1.0], "terminated": False, "answer": "c"}
     marked, without = read(tmp_path, record | {"imitate": [True, False]}, record)[0]
     assert marked["imitate"] == [True, False] and "imitate" not in without
     for wrong in ([True], [1, 0], "no"):
@@ -202,9 +211,8 @@ def test_half_a_character_is_named(tmp_path):
 
 
 def test_a_reward_beyond_all_numbers_is_named(tmp_path):
-    turns = [{"action": "c", "reply": "d", "reward": 10**400}]
     with pytest.raises(ValueError, match="record 0, "):
-        read(tmp_path, {"start": "a", "turns": turns, "terminated": True, "answer": "e"})
+        read(tmp_path, loop_record(("c", "d", 10**400)))
 
 
 LEFT_OUT = {
@@ -265,7 +273,7 @@ BROKEN = {
         "terminated": True,
         "answer": "e",
     },
-    "reply": {"start": "a", "turns": [{"action": "c", "reward": 1.0}], "terminated": True, "answer": "e"},
+    "reply": {"text": "ac", "turns": [{"action": "c", "reward": 1.0}], "fate": "ended", "answer": "e"},
 }
 
 

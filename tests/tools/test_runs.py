@@ -16,7 +16,9 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import make_checkpoint
 from torch import nn
@@ -674,9 +676,6 @@ def test_a_world_without_a_checkpoint_is_told_how_to_make_a_model(flag):
 
 def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path, capsys):
     """Weights that are missing would be drawn at random."""
-    import safetensors.torch
-    import transformers
-
     folder, args = (
         make_checkpoint("twenty-questions-subset", tmp_path / "model"),
         SimpleNamespace(device="cpu"),
@@ -689,6 +688,70 @@ def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path, cap
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"^no model in .*: no weights for model\.norm\.weight$"):
         runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+
+
+def adapter_of(base: Path, folder: Path) -> Path:
+    """An adapter as peft saves it, with random weights, for a projection of the tiny model."""
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+    config |= {"base_model_name_or_path": str(base), "inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    width = transformers.AutoConfig.from_pretrained(base).hidden_size
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    weights = {name.format("A"): torch.randn(2, width), name.format("B"): torch.randn(width, 2)}
+    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.external
+def test_an_adapter_is_merged_into_its_model(tmp_path, capsys):
+    """Loaded as peft has it, it would be frozen: a run would change nothing and say nothing."""
+    pytest.importorskip("peft", reason="needs the package peft")
+    base = make_checkpoint("twenty-questions-subset", tmp_path / "base")
+    folder, args = adapter_of(base, tmp_path / "adapter"), SimpleNamespace(device="cpu", world="")
+    plain = runs.load(transformers.AutoModelForCausalLM, str(base), args)
+    model = runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+    assert f"model: {folder}, an adapter, merged into {base}" in capsys.readouterr().out
+    weights = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    low_rank = {name.rpartition("lora_")[2][0]: weight for name, weight in weights.items()}
+    moved = dict(model.named_parameters())
+    assert set(moved) == {name for name, _ in plain.named_parameters()}
+    for name, p in plain.named_parameters():
+        added = 2 * low_rank["B"] @ low_rank["A"] if "q_proj" in name else 0  # alpha / r = 2
+        assert torch.allclose(moved[name], p + added, atol=1e-6) and moved[name].requires_grad
+    model.save_pretrained(tmp_path / "whole")
+    model.tokenizer.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole/adapter_config.json").exists()
+    again = runs.load(transformers.AutoModelForCausalLM, str(tmp_path / "whole"), args)
+    assert all(torch.equal(p, moved[name]) for name, p in again.named_parameters())
+
+
+def test_an_adapter_needs_peft(tmp_path, monkeypatch):
+    base = make_checkpoint("twenty-questions-subset", tmp_path / "base")
+    folder = adapter_of(base, tmp_path / "adapter")
+    monkeypatch.setattr(runs, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^no model in .*: it is an adapter, .* pip install peft$"):
+        runs.load(transformers.AutoModelForCausalLM, str(folder), SimpleNamespace(device="cpu", world=""))
+
+
+def test_a_model_that_cannot_learn_is_refused(tmp_path, monkeypatch):
+    folder = make_checkpoint("twenty-questions-subset", tmp_path / "base")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def frozen(*given, **options):
+        model, report = load(*given, **options)
+        return model.requires_grad_(False), report
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", frozen)
+    with pytest.raises(ValueError, match=r"^no model in .*: none of its parameters can be trained$"):
+        runs.load(transformers.AutoModelForCausalLM, str(folder), SimpleNamespace(device="cpu", world=""))
 
 
 def test_variants_of_a_world_share_a_checkpoint():

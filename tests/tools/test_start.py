@@ -73,7 +73,7 @@ def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
         for b in range(len(rows)):
             written.append(b)
             texts.append("Is it alive?" if len(written) % 3 == 0 else "Is it a dog?")
-        return [archer.encode(actor.tokenizer, text) for text in texts], [0.0] * len(rows)
+        return [runs.encode(actor.tokenizer, text) for text in texts], [0.0] * len(rows)
 
     monkeypatch.setattr(archer, "generate", generate)
     args = archer.Args(env="twenty-questions-subset", eval_episodes=10, temperature=0.5)

@@ -481,6 +481,22 @@ def test_a_dialogue_can_be_cut_from_outside():
     assert worlds.alive() == [0, 1, 2] and not any(d["cut"] for d in worlds.dialogues)
 
 
+def test_a_dialogue_that_is_cut_costs_what_the_world_charges_for_silence():
+    """On the last action, and success is the world's word; the text ends where the dialogue did."""
+    worlds = envs.VecTextEnv("twenty-questions", 2)
+    worlds.reset(indices=[10, 11])
+    worlds.step({0: "Is it alive?", 1: "Is it alive?"})
+    worlds.step({0: "Is it big?"})
+    worlds.cut(0)
+    worlds.cut(0)
+    first, second = worlds.dialogues
+    assert first["rewards"] == [-1.0, -19.0] and first["actions"] == ["Is it alive?", "Is it big?"]
+    assert len(first["observations"]) == 3 and not first["terminated"] and not first["success"]
+    assert second["rewards"] == [-1.0] and worlds.alive() == [1]
+    steps = iter([("", 1, False, False, {}), ("", 2.5, True, False, {"result": {"success": True}})])
+    assert envs.play_out(lambda action: next(steps) if action == "" else None) == (3.5, True)
+
+
 # ---------------------------------------------------------------------------------- a world's options
 
 
@@ -606,8 +622,8 @@ def test_an_agents_prompt_is_made_of_pieces(agent):
     player.append_only = False
     assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
     player.append_only, player.tokenizer.chat_template = True, TEMPLATE
-    envs.runs.chat_pieces.cache_clear()
-    player.before, player.between, player.behind = envs.runs.chat_pieces(player.tokenizer)
+    for cached in (envs.runs.chat_pieces, envs.runs.encode_prompt, envs.runs.encode_reply):
+        cached.cache_clear()
     whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
     asked = "<|user|>Hall.\n</s><|assistant|>go north</s>"
     assert whole == asked + "<|user|> Study.\n</s><|assistant|>"

@@ -107,6 +107,24 @@ class Whole(Bare):
         return self.text, 0.5, False, False, {"action": understood, "result": result}
 
 
+class Arrays(Bare):
+    """A world that computes with numpy, and says so wherever it can."""
+
+    num_tasks = np.int64(3)
+
+    def reset(self, seed, options):
+        return np.str_("Go."), {"answer": np.array(["dog", "cat"]), "seeds": (np.int64(seed),)}
+
+    def step(self, action):
+        result = {"success": np.True_, "score": np.float32(0.5), "seen": [np.arange(2)]}
+        info = {"action": np.str_(action), "result": result, np.str_("left"): np.int64(1)}
+        return np.str_("You went."), np.float32(0.5), np.True_, np.False_, info
+
+    def demonstrations(self, n, seed):
+        made = {"observations": ["Go.\n", "Go.\na\nYou went.\n"], "actions": ["a"], "terminated": np.True_}
+        return [made | {"rewards": [np.float32(0.5)], "success": np.True_, "answer": np.int64(4)}] * n
+
+
 HERE = __name__
 
 
@@ -129,6 +147,26 @@ def test_defaults():
         world.step("after the end")
     with pytest.raises(ValueError, match=r"^index: 100 is not in 0\.\.99$"):
         world.reset(options={"index": 100})
+
+
+def parts_of(value) -> list:
+    """All that is in a container, itself included."""
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    inner = inner if isinstance(value, dict | list | tuple) else []
+    return [value, *(part for item in inner for part in parts_of(item))]
+
+
+def test_what_comes_from_numpy_is_python_s_own():
+    """So that JSON and a checkpoint take it; both would lose the run."""
+    world = envs.make(f"{HERE}:Arrays")
+    first, second = world.reset(seed=4), world.step("a")
+    assert first == ("Go.\n", {"answer": ["dog", "cat"], "seeds": (4,)})
+    observation, reward, *_, info = second
+    result = {"return": 0.5, "length": 1, "success": True, "score": 0.5, "seen": [[0, 1]]}
+    assert (observation, reward) == ("Go.\na\nYou went.\n", 0.5) and info["result"] == result
+    made = world.demonstrations(2, 0)
+    for part in parts_of([first, second, made, world.num_tasks]):
+        assert type(part) in (dict, list, tuple, str, float, int, bool)
 
 
 def test_seeds_are_drawn_by_the_worlds_own_generator():
@@ -606,6 +644,18 @@ def test_a_dialogue_of_a_run_is_data(actor, tmp_path):
     archer.main(archer.Args(env=f"{HERE}:Short", actor=str(actor), runs=str(tmp_path), **tiny))
     made, notes = envs.datasets.read_dialogues(str(run_of(tmp_path) / "rollouts.jsonl"), True)
     assert len(made) == 4 and notes == [] and made[0]["answer"] == "unknown"
+
+
+def test_a_world_of_numpy_loses_no_run(actor, tmp_path, capsys):
+    """Samples, checkpoint and model are saved; a run that is resumed reads them."""
+    tiny = TINY | {"rollouts": 2, "critic_updates": 1, "critic_batch": 2, "critic_pool": 2, "warmup": 2}
+    args = archer.Args(env=f"{HERE}:Arrays", actor=str(actor), runs=str(tmp_path), **tiny)
+    archer.main(args)
+    run = run_of(tmp_path)
+    assert "not saved" not in capsys.readouterr().out and (run / "actor/model.safetensors").exists()
+    sample = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
+    assert sample["answer"] == ["dog", "cat"] and sample["success"] is True
+    archer.main(archer.Args(**vars(args) | {"resume": str(run), "iterations": 3}))
 
 
 def test_play_takes_it(monkeypatch, capsys):

@@ -1,0 +1,229 @@
+"""Which architectures the scripts take: the table of docs/models.md, a row for each that transformers has.
+
+    python benchmarks/models.py            # all, in minutes
+    python benchmarks/models.py llama mpt  # these
+    python benchmarks/models.py --templates  # which chat templates: pip install --no-deps trl==1.16.0
+
+Each is built tiny, with random weights, and read by archer.py, loop_ppo.py and sft.py as `runs.load` gives it
+to them. Shown is the largest difference between the log-probs there and those of the model's own forward pass
+in nats, or "no" where it is refused, and why, if it was named. Architectures that do not build from a small
+configuration are listed below.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts, from wherever this is called
+
+import archer
+import loop_ppo
+import sft
+from envs import runs
+
+# What makes a configuration small, by the names that architectures have for it.
+SMALL = {
+    "hidden_size": 32, "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32, "embedding_size": 32,
+    "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "inner_dim": 48, "d_ff": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2,
+    "num_attention_heads": 2, "n_head": 2, "n_heads": 2, "num_heads": 2, "decoder_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "attention_head_size": 16,
+    "max_position_embeddings": 256, "n_positions": 256, "max_seq_len": 256,
+    "sliding_window": 64, "attention_window_size": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1,
+    "initializer_range": 0.5, "init_std": 0.5,
+}  # fmt: skip
+OWN = {
+    "granite": {"logits_scaling": 4.0},  # as the published ones have one
+    "codegen": {"num_attention_heads": 4, "n_head": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # as the published ones have it
+}
+
+
+def make_tokenizer(special: Iterable[str] = (), template: str | None = None, bos=False, eos="</s>"):
+    """A tokenizer of bytes with these control tokens; with `bos` it puts <s> before every text."""
+    control = ["</s>", "<s>", *special]
+    names = dict.fromkeys([*control, eos, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(control)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    known = {"bos_token": "<s>", "eos_token": eos, "pad_token": eos}
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)
+    made.chat_template = template
+    return made
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """A tiny model of an architecture, with random weights, in a folder with a tokenizer."""
+    tokenizer = make_tokenizer()
+    config = transformers.AutoConfig.for_model(kind).get_text_config()
+    known = {name: value for name, value in SMALL.items() if getattr(config, name, None) is not None}
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0}
+    config = type(config)(**known | ids | OWN.get(kind, {}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model(input_ids=torch.arange(64)[None])  # what is too small fails here
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def dialogue_of(model) -> dict:
+    """A dialogue of two actions that a model can just read, the utterances behind it included."""
+    room = 40
+    begun = "".join(chr(97 + i * i % 26) for i in range(min(model.context, 256) - room))
+    return {"observations": [begun, f"{begun}a no\n", f"{begun}a no\nb yes\n"], "actions": ["a", "b"]}
+
+
+@torch.no_grad()
+def own_logps(model, row: list[int], number: int) -> torch.Tensor:
+    """What a model itself says of the last tokens of a row."""
+    logits_TV = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].float()
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row)[1:, None])[-number:, 0]
+
+
+@torch.no_grad()
+def archer_gap(model) -> float:
+    """Of what archer.py samples in a dialogue, and of how it scores that, in nats."""
+    runs.probe(model, archer.masked_states)
+    dialogue, args = dialogue_of(model), archer.Args(max_action_tokens=4)
+    (row,), spans, _ = archer.lay_out([dialogue], model.tokenizer)
+    starts, rows = [[span.start for span in spans]], {0: row}
+    generator = torch.Generator().manual_seed(0)
+    fresh, totals = archer.generate(archer.Memory(model, rows), rows, starts, args, generator)
+    logits_MV, token_M, _, owner_M = archer.score(model, [dialogue], fresh, 1.0, "float32")
+    scored_M = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
+    gaps = []
+    for n, (start, ids) in enumerate(zip(starts[0], fresh, strict=True)):
+        own = own_logps(model, row[:start] + ids, len(ids))
+        gaps += [abs(own.sum().item() - totals[n]), (own - scored_M[owner_M == n]).abs().max().item()]
+    return max(gaps)
+
+
+@torch.no_grad()
+def loop_gap(model) -> float:
+    """Of what loop_ppo.py samples and scores: two turns with a reply between them."""
+    loop_ppo.probe_memory(model)
+    dialogue, args = dialogue_of(model), loop_ppo.Args()
+    (row,), spans, _ = archer.lay_out([dialogue], model.tokenizer)
+    turns = [range(span.start, span.stop) for span in spans]
+    t = loop_ppo.Trajectory(0, ids=row[: turns[0].start], turns=turns)
+    memory = loop_ppo.Memory(model, [t])
+    sampled = []
+    for column in range(turns[0].start, turns[-1].stop):
+        logp_V = runs.logits_of(model, memory.hidden_BH)[0].log_softmax(-1)
+        sampled += [logp_V[row[column]]] * any(column in turn for turn in turns)
+        t.ids = row[: column + 1]
+        memory.read([t])
+    t.logps, t.ids = torch.stack(sampled).tolist(), row
+    ((_, scored_M),) = next(iter(loop_ppo.score(model, [t], args)))
+    own = own_logps(model, row, len(row) - 1)
+    own_M = torch.cat([own[turn.start - 1 : turn.stop - 1] for turn in turns])
+    return max((own_M - scored_M).abs().max().item(), (own_M - torch.tensor(t.logps)).abs().max().item())
+
+
+@torch.no_grad()
+def sft_gap(model) -> float:
+    """Of how sft.py scores a dialogue."""
+    sft.probe_score(model)
+    (row,) = sft.rows_of(dialogue_of(model), model.tokenizer, model.context)
+    scored_M, _ = sft.score(model, [row])
+    own = own_logps(model, row[:, 0].tolist(), len(row) - 1)
+    return (own[row[1:, 1] != sft.CONTEXT] - scored_M).abs().max().item()
+
+
+GAPS = {"archer.py": archer_gap, "loop_ppo.py": loop_gap, "sft.py": sft_gap}
+
+
+def outcomes(kind: str) -> dict[str, float | str]:
+    """By script, how far its log-probs are from the model's own, or in one line why it is refused."""
+    args = SimpleNamespace(device="cpu", world="", env="")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        make_model(kind, folder)
+        for script, gap in GAPS.items():
+            try:
+                found[script] = gap(runs.load(transformers.AutoModelForCausalLM, folder, args))
+            except ValueError as error:
+                found[script] = str(error).replace(folder, "FOLDER")
+    return found
+
+
+def published() -> dict[str, str]:
+    """The templates that the package trl carries, by the names of its files; none without it."""
+    found = importlib.util.find_spec("trl")
+    files = Path(found.origin).parent.glob("chat_templates/*.jinja") if found else ()
+    return {path.stem: path.read_text("utf-8") for path in sorted(files) if "training" not in path.stem}
+
+
+def control_tokens(template: str) -> list[str]:
+    """What looks like a control token in a template."""
+    return sorted(set(re.findall(r"<\|?[\w▁｜]+\|?>|\[gMASK\]", template)) - {"<think>", "</think>"})
+
+
+def followed(template: str) -> str:
+    """Whether a dialogue of ours is what a template writes."""
+    try:
+        pieces = runs.chat_pieces(make_tokenizer(control_tokens(template), template))
+    except ValueError:
+        return "refused"
+    thought = ", with an empty thought in the history"
+    return "followed" + thought * bool(runs.EMPTY_THOUGHT.search(pieces.to_reply))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which architectures the scripts take.")
+    parser.add_argument(
+        "kinds", nargs="*", metavar="KIND", help="types of models; none: all of transformers'"
+    )
+    parser.add_argument("--templates", action="store_true", help="those that the package trl carries instead")
+    args = parser.parse_args()
+    if args.templates:
+        print("| template | |\n|---|---|")
+        for name, template in published().items():
+            print(f"| `{name}` | {followed(template)} |")
+        return
+    wanted = args.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(f"| model | {' | '.join(GAPS)} |\n|---|{'---|' * len(GAPS)}")
+    left_out = []
+    for kind in wanted:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                make_model(kind, folder)
+        except Exception:  # each has its own reasons
+            left_out.append(f"`{kind}`")
+            continue
+        cells = []
+        for outcome in outcomes(kind).values():
+            said = f"no: {outcome}" if args.kinds else "no"
+            cells.append(said if isinstance(outcome, str) else f"{outcome:.0e}")
+        print(f"| `{kind}` | {' | '.join(cells)} |", flush=True)
+    print(f"\nNot built: {', '.join(left_out) or 'none'}.")
+
+
+if __name__ == "__main__":
+    main()

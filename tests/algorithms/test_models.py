@@ -1,0 +1,239 @@
+"""Other people's models: their templates, their tokenizers, and whether the scripts score what they say."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+import archer
+import envs
+import sft
+from baselines import ppo
+from benchmarks import models as table
+from envs import runs
+
+ROOT = Path(__file__).parents[2]
+EXACT = 1e-4  # nats
+
+# Of each way in which architectures differ one, and which scripts must refuse it.
+ALL = ["archer.py", "loop_ppo.py", "sft.py"]
+KINDS = {
+    "llama": [],
+    "gpt2": [],  # a table of positions
+    "granite": [],  # a scale behind the head
+    "gemma2": [],  # a cap behind the head, a window
+    "mistral": [],  # a window
+    "gptj": [],  # eager attention, to which a mask is added
+    "opt": [],  # a head that reads a part of the body
+    "mpt": ["archer.py"],  # biases by distance in the row, which is none from a fork
+    "mamba": ["archer.py", "loop_ppo.py"],  # no attention
+    "falcon_h1": ["archer.py", "loop_ppo.py"],  # attention and a recurrence
+    "bert": ALL,  # looks ahead
+}
+
+# A template as most are: the prompt of a reply is written as the history is.
+USUAL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS = USUAL.replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}",
+)
+DATED = "{{ strftime_now('%d %B %Y') }}{{ date_string }}\n" + USUAL
+REFUSED = {  # template: what is said of it
+    USUAL.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"): "writes history otherwise",
+    USUAL.replace("<|im_end|>\n{% endfor", "\n{% endfor"): "ends a turn with no control token",
+    USUAL.replace("{{ m.content }}", "{{ m.content[0].text }}"): "does not write every text",
+    "{{ raise_exception('no') }}": "writes no dialogue: no",
+}
+DIALOGUE = {
+    "observations": ["Hi: ", "Hi: a no\n", "Hi: a no\nb yes\n"],
+    "actions": ["a", "b"],
+    "rewards": [-1.0, -1.0],
+    "ids": None,
+}
+
+
+def make_llama(tokenizer, folder: Path) -> Path:
+    """A tiny model with random weights, and this tokenizer, in a folder."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(tokenizer, folder: Path):
+    args = SimpleNamespace(device="cpu", world="", env="x")
+    return runs.load(transformers.AutoModelForCausalLM, str(make_llama(tokenizer, folder)), args)
+
+
+def spelled(dialogue: dict, tokenizer) -> list[list[int]]:
+    """The prompt of the next action as each of the scripts spells it."""
+    end = tokenizer.eos_token_id
+    ids = [[*tokenizer(action, add_special_tokens=False)["input_ids"], end] for action in dialogue["actions"]]
+    _, _, (prompt,) = archer.lay_out([dialogue], tokenizer)
+    _, _, (sampled,) = ppo.lay_out([dialogue | {"ids": ids}], tokenizer)
+    (row,) = sft.rows_of(dialogue, tokenizer, 10_000)
+    return [prompt, sampled, row[:, 0].tolist()]
+
+
+def chat_of(dialogue: dict) -> list[dict]:
+    """A dialogue as the messages of a chat."""
+    replies = envs.replies(dialogue["observations"], dialogue["actions"])
+    texts = [dialogue["observations"][0]]
+    for action, reply in zip(dialogue["actions"], replies, strict=True):
+        texts += [action, reply]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+# ------------------------------------------------------------------------------------------ templates
+def test_the_end_of_a_turn_is_the_template_s(tmp_path):
+    """Not eos_token, which in many families ends a document and not a turn."""
+    model = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], USUAL), tmp_path)
+    assert model.tokenizer.eos_token == "<|im_end|>"
+    whole = model.tokenizer.apply_chat_template(chat_of(DIALOGUE), add_generation_prompt=True)["input_ids"]
+    assert spelled(DIALOGUE, model.tokenizer) == [whole] * 3
+    model.tokenizer.save_pretrained(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
+
+
+def test_a_model_that_can_think_is_asked_not_to(tmp_path):
+    """Else the world gets "<think>", the first line of every reply. The history keeps the empty thought."""
+    tokenizer = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], THINKS), tmp_path).tokenizer
+    asked = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    for ids in spelled(DIALOGUE, tokenizer):
+        text = tokenizer.decode(ids)
+        assert text.endswith(asked) and text.count(asked) == 3
+
+
+def test_a_template_s_date_is_always_the_same(tmp_path):
+    tokenizer = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], DATED), tmp_path).tokenizer
+    for ids in spelled(DIALOGUE, tokenizer):
+        assert tokenizer.decode(ids).startswith("26 July 202426 Jul 2024\n")
+
+
+@pytest.mark.parametrize("template", REFUSED, ids=REFUSED.values())
+def test_a_template_that_cannot_be_followed_is_refused_in_one_line(tmp_path, template):
+    with pytest.raises(ValueError, match=f"^no model in .*: its chat template {REFUSED[template]}") as error:
+        load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], template), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def templates_of_the_page() -> dict[str, str]:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `(\w+)` \| (followed.*|refused) \|$", page, re.M))
+
+
+@pytest.mark.external
+@pytest.mark.parametrize("name", sorted(templates_of_the_page()))
+def test_a_published_template_is_followed_to_the_token_or_refused(name, tmp_path):
+    """Of Llama, Qwen, Gemma, Phi, Cohere, DeepSeek, LFM, GLM, gpt-oss, Nemotron and others."""
+    pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
+    template, said = table.published()[name], templates_of_the_page()[name]
+    tokenizer = table.make_tokenizer(table.control_tokens(template), template, eos="<|endoftext|>")
+    if said == "refused":
+        with pytest.raises(ValueError, match=r"^no model in .*: its chat template [^\n]*$"):
+            load(tokenizer, tmp_path)
+        return
+    tokenizer = load(tokenizer, tmp_path).tokenizer
+    bare = DIALOGUE | {"observations": ["Hi:", "Hi:a,no.", "Hi:a,no.b,yes."]}  # some strip what is said
+    whole = tokenizer.apply_chat_template(
+        chat_of(bare), tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    whole = re.sub(r"Date: \d+ \w+ 2026", "Date: 26 Jul 2024", whole)
+    for ids in spelled(bare, tokenizer):
+        text = tokenizer.decode(ids)
+        if said != "followed":
+            text, whole = (re.sub(r"<think>\s*</think>\s*", "", x) for x in (text, whole))
+        assert text == whole
+
+
+# ----------------------------------------------------------------------------------------- tokenizers
+def test_a_base_model_gets_the_token_before_every_text(tmp_path):
+    """As README's snippet for loading gives it."""
+    tokenizer = load(table.make_tokenizer([], bos=True), tmp_path).tokenizer
+    for ids in spelled(DIALOGUE, tokenizer):
+        assert ids[:5] == tokenizer("Hi: ")["input_ids"] and ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_tokenizer_without_an_end_is_refused_in_one_line(tmp_path):
+    tokenizer = table.make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"^no model in .*: its tokenizer has no token that ends a turn$"):
+        load(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("template", [None, USUAL], ids=["base", "chat"])
+def test_a_control_token_that_is_spelled_is_text(tmp_path, template):
+    """In what the world says and in what an agent is said to have said: else it would end a turn."""
+    tokenizer = load(table.make_tokenizer(["<|im_start|>", "<|im_end|>"], template), tmp_path).tokenizer
+    end = tokenizer.eos_token
+    odd = {"observations": [f"Hi{end}: "], "actions": [f"a{end}", "b"], "rewards": [-1.0, -1.0]}
+    for action, reply in zip(odd["actions"], (f" no{end}<|im_start|>\n", " yes\n"), strict=True):
+        odd["observations"].append(odd["observations"][-1] + action + reply)
+    usual = spelled(DIALOGUE, tokenizer)[0]
+    for ids in spelled(odd, tokenizer)[::2]:  # not of ppo.py, which has the tokens that were sampled
+        for token in tokenizer.all_special_ids:
+            assert ids.count(token) == usual.count(token)
+        assert tokenizer.decode(ids).count(end) == usual.count(tokenizer.eos_token_id) + 3
+
+
+@pytest.mark.parametrize("name", [name for name in envs.ENVS if (ROOT / "checkpoints" / name).is_dir()])
+def test_the_ready_made_checkpoints_read_as_they_did(name):
+    """Their tokens of whole lines are added ones, and no control tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints" / name)
+    world = envs.make(name)
+    for dialogue in world.demonstrations(20, 0):
+        texts = [*dialogue["observations"][:1], *dialogue["actions"]]
+        for text in texts + envs.replies(dialogue["observations"], dialogue["actions"]):
+            plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert runs.encode(tokenizer, text) == plain
+            assert runs.encode_prompt(tokenizer, text) == runs.encode_reply(tokenizer, text) == plain
+
+
+# -------------------------------------------------------------------------------------- architectures
+def held_to(found: dict[str, float | str]) -> list[str]:
+    """The scripts that refuse a model; a third outcome beside that and its own log-probs there is none."""
+    for outcome in found.values():
+        if isinstance(outcome, str):
+            assert "cannot be used: " in outcome or outcome.startswith("no model in "), outcome
+            assert len(outcome.splitlines()) == 1
+        else:
+            assert outcome < EXACT
+    return [script for script, outcome in found.items() if isinstance(outcome, str)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_says_here_what_it_says_by_itself_or_is_refused(kind):
+    assert held_to(table.outcomes(kind)) == KINDS[kind]
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| ((?:no|\de.\d\d)(?: \| (?:no|\de.\d\d)){2}) \|$", page, re.M)
+    return {kind: cells.split(" | ") for kind, cells in rows}
+
+
+def refused_by(cells: list[str]) -> list[str]:
+    return [script for script, cell in zip(ALL, cells, strict=True) if cell == "no"]
+
+
+def test_the_page_has_the_models_of_the_quick_test():
+    rows = rows_of_the_page()
+    assert len(rows) >= 40
+    for kind, refused in KINDS.items():
+        assert refused_by(rows[kind]) == refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(rows_of_the_page()))
+def test_the_page_is_true(kind):
+    refused = held_to(table.outcomes(kind))
+    assert refused == [
+        script for script, cell in zip(ALL, rows_of_the_page()[kind], strict=True) if cell == "no"
+    ]
