@@ -75,9 +75,9 @@ def make(world: str, out: Path, extra: str = "") -> Path:
     """Trains the model of a world, or a guide, by its command; returns its folder in `out`."""
     is_guide = world in GUIDES
     command = " ".join([(COMMANDS | OTHERS | GUIDES)[world], extra]).strip()
-    auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.bfloat16, "trust_remote_code": False}
+    auto, options = transformers.AutoModelForCausalLM, {}
     if is_guide:  # without BERT's layer behind [CLS], which it does not have
-        auto, options = transformers.AutoModel, options | {"add_pooling_layer": False}
+        auto, options = transformers.AutoModel, {"add_pooling_layer": False}
     with tempfile.TemporaryDirectory() as runs:
         words = [sys.executable, *shlex.split(command)[1:], "--runs", runs]
         subprocess.run(words, cwd=ROOT, check=True)
@@ -86,7 +86,7 @@ def make(world: str, out: Path, extra: str = "") -> Path:
         folder = out / (envs.make(world).demonstration_env if world in COMMANDS else world)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(model, folder, ignore=shutil.ignore_patterns("README.md"))
-        halved = auto.from_pretrained(model, **options)
+        halved = auto.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False, **options)
         halved.save_pretrained(folder)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     made = {"world": world, "command": command, "sha256": digest(folder)}
