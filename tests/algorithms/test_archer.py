@@ -994,7 +994,8 @@ def test_critic_reads_what_it_should(actor, world, kind, folders):
             heads = critic.a_heads if kind == "encoder" else [critic.a_heads]
             q = v + torch.cat([head(q_H) for head in heads])
             assert torch.allclose(v_N2[n], v, atol=1e-4) and torch.allclose(q_N2[n], q, atol=1e-4)
-            assert abs(v[0] - v[1]) > 1e-3 and abs(q[0] - q[1]) > 1e-3  # twins, not copies
+        for pair_N2 in (v_N2, q_N2):  # twins, not copies
+            assert not torch.allclose(pair_N2[:, 0], pair_N2[:, 1], atol=1e-2)
 
 
 def test_D9_at_first_no_utterance_of_a_decoder_is_better_than_another(actor):
