@@ -98,13 +98,14 @@ ABLATIONS = {
     "E2: fresh at every update": Row("benchmarks/variants.py D7", (), "ArCHer", (SUBSET,)),
     "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer, token baseline", (CITY,)),
     "D9: networks for Q": Row("benchmarks/variants.py D9", (), "ArCHer", (FULL, SUBSET)),
-    "buffer: one iteration": Row("archer.py --buffer-size 128", (), "ArCHer", (CITY,)),
+    "buffer: one iteration": Row("archer.py --buffer-size 64", (), "ArCHer", (CITY,)),
     "buffer: 10,000 dialogues": Row("archer.py --buffer-size 10000", (), "ArCHer", (CITY,)),
-    "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size 384", (), "ArCHer", (SUBSET,)),
+    "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size 192", (), "ArCHer", (SUBSET,)),
     "online IQL": Row("benchmarks/variants.py iql", (), "ArCHer", (FULL, SUBSET)),
     "ArCHer from --other": Row("archer.py --actor OTHER", (), "ArCHer", (FULL, SUBSET)),
 }
 ROWS = METHODS | ABLATIONS
+USUAL_ROLLOUTS = {"archer": 64, "variants": 64}  # an iteration's, where it is not 128
 LEARN = "--critic-updates 1 --critic-batch 2 --critic-pool 4"
 ACT = "--actor-updates 1 --actor-batch 2"
 QUICK = {  # by script: what makes a run tiny
@@ -210,7 +211,7 @@ def dialogues_of(script: str, words: list[str]) -> int:
     """Dialogues an iteration, where LOOP counts tasks and rollouts of each."""
     if script == "loop_ppo":
         return last(words, "--tasks", 16) * last(words, "--rollouts", 6)
-    return last(words, "--rollouts", 128)
+    return last(words, "--rollouts", USUAL_ROLLOUTS.get(script, 128))
 
 
 def cell_of(args: Args, world: str, name: str, setting: str, seed: int) -> Cell:

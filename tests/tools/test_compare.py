@@ -18,6 +18,8 @@ import tables
 import variants
 
 import archer
+import loop_ppo
+from baselines import chai, filtered_bc, ppo
 from envs import runs
 
 ROOT = compare.ROOT
@@ -138,7 +140,7 @@ def test_a_command(args):
     cell = cell_of(args, "D1: no KL penalty", "--kl 0.02 --actor-lr 6e-4", 3)
     words = " ".join(cell.words())
     assert words.startswith("archer.py --kl 0.02 --actor-lr 6e-4 --kl 0 "), "the row's own flag comes last"
-    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 60 --eval-every 15" in words
+    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 120 --eval-every 30" in words
     loop = cell_of(args, "LOOP", "--tasks 8 --minibatch 24")
     assert (loop.per, loop.iterations) == (48, 160)
     chosen = replace(args, start="some/folder")
@@ -151,16 +153,16 @@ def test_a_command(args):
 
 def test_what_is_finished_is_not_run_again_and_the_rest_goes_on(args):
     done, begun, stopped, new = [cell_of(args, seed=seed) for seed in (1, 2, 3, 4)]
-    a_run(done, 60, [-5.0])
+    a_run(done, 120, [-5.0])
     (a_run(begun, 0) / "summary.json").unlink()
-    a_run(stopped, 30, [-5.0])  # an interrupted run has a summary, too
+    a_run(stopped, 60, [-5.0])  # an interrupted run has a summary, too
     told = []
 
     def start(words):
         told.append(words)
         cell = {str(cell.folder): cell for cell in (begun, stopped, new)}[str(Path(words[-1]).parent)]
         if "--resume" in words:
-            (cell.folder / "run/summary.json").write_text('{"iteration": 60}')
+            (cell.folder / "run/summary.json").write_text('{"iteration": 120}')
 
     new_words = new.words()
     compare.run_cell(done, start)
@@ -191,7 +193,7 @@ def test_the_setting_is_taken_once_all_are_known(args):
     assert {cell.seed for cell in cells.values()} == {compare.TUNING_SEED} - set(range(11))
     *others, last = cells
     for k, setting in enumerate(others):
-        a_run(cells[setting], 60, [-10.0 + k] * 2 + [-5.0])
+        a_run(cells[setting], 120, [-10.0 + k] * 2 + [-5.0])
     assert compare.setting_of(args, SUBSET, "ArCHer") is None
     cells[last].folder.mkdir(parents=True)
     (cells[last].folder / "diverged.txt").touch()
@@ -243,6 +245,15 @@ def test_bad_input_gets_one_line(args, wrong, capsys):
     with pytest.raises(SystemExit):
         compare.main(replace(args, **wrong))
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_dialogues_are_counted_by_the_defaults_of_the_scripts():
+    """A script without --rollouts plays as many as its own default says."""
+    for script, module in (("archer", archer), ("variants", archer), ("ppo", ppo), ("chai", chai)):
+        assert compare.dialogues_of(script, []) == module.Args.rollouts
+    assert compare.dialogues_of("filtered_bc", []) == filtered_bc.Args.rollouts
+    loop = loop_ppo.Args
+    assert compare.dialogues_of("loop_ppo", []) == loop.tasks * loop.rollouts
 
 
 # --------------------------------------------------------------------------------------- variants
