@@ -26,8 +26,8 @@ Differs from the paper; in brackets what undoes it (docs/archer.md has the reaso
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
       it is a network of its own with 60 updates an iteration.
-  D9  Q is V plus what the utterance adds, a linear function of its hidden state that starts at zero: a
-      network of its own needs far more dialogues to tell good from bad within one state.
+  D9  Q is V plus what the utterance adds, a linear function of its hidden state that starts at zero: what a
+      state is worth is learned once and not twice.
 """
 
 import copy
