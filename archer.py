@@ -627,8 +627,8 @@ def actor_update(
     cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: which a_<i come up is the actor's doing, too
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    less_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
-    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, less_M)  # E3, E5
+    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
+    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
     loss = policy_loss + args.kl * kl + vtok_loss
     # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
     norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
