@@ -747,10 +747,11 @@ def test_by_default_it_plays_in_the_school_with_the_ready_made_guide(tmp_path):
     args = lge_drrn.complete(Args(runs=str(tmp_path)))
     ready = Path(lge_drrn.__file__).parent / "checkpoints/school-guide"
     assert (args.env, args.steps, Path(args.guide)) == ("school", 600, ready) and ready.is_dir()
-    assert (args.hidden, args.gamma, args.temperature) == (64, 0.7, 5.0)
+    assert (args.step_limit, args.hidden, args.gamma, args.temperature) == (40, 64, 0.7, 5.0)
     theirs = lge_drrn.complete(Args(env="scienceworld", runs=str(tmp_path)))
     assert (theirs.steps, theirs.guide) == (2500, "none"), "it is none of ScienceWorld's"
     assert (theirs.hidden, theirs.vocabulary, theirs.gamma, theirs.temperature) == (128, 4000, 0.9, 1.0)
+    assert theirs.step_limit == 100
     assert lge_drrn.complete(Args(gamma=0.3, temperature=2.0, runs=str(tmp_path))).temperature == 2.0
     own = tmp_path / "school__guide_simcse__1__x" / "guide"
     own.mkdir(parents=True)
