@@ -85,6 +85,17 @@ class Args:
     quick: bool = False  # one task, one seed, eight steps, to see that all works
 
 
+def marks(args: Args) -> tuple[str, str]:
+    """The file's two marks between which the table goes; of the school each split has its own.
+
+    >>> marks(Args(env="school", split="area"))
+    ('<!-- school area -->', '<!-- /school area -->')
+    """
+    if args.env == "scienceworld":
+        return START, END
+    return f"<!-- {args.env} {args.split} -->", f"<!-- /{args.env} {args.split} -->"
+
+
 def number_of(task: str) -> str:
     """The paper's number of a task that is given by number or by name.
 
@@ -166,7 +177,7 @@ def each(outcomes: dict[tuple, dict]) -> str:
 
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
-    check(args.seeds, args.jobs, args.out, START, END)
+    check(args.seeds, args.jobs, args.out, *marks(args))
     if unknown := [row for row in args.methods if row not in ROWS]:
         stop(f"--methods {unknown[0]}: no such method; known: {', '.join(ROWS)}")
     guide = args.guide
@@ -241,7 +252,7 @@ def main(args: Args) -> str:
     if args.each:
         print(each(outcomes))
     if args.out:
-        insert(table, args.out, START, END)
+        insert(table, args.out, *marks(args))
     return table
 
 

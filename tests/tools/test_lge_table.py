@@ -149,7 +149,12 @@ def test_the_area_in_the_school(tmp_path, capfd):
         "| --- | ---: | ---: | ---: |",
         "| find-plant | 20.0 ± 24.8 | 30.0 ± 22.8 | 10.0 ± 5.0 |",
     ]
+    page = tmp_path / "page.md"
+    area, first = (lge.marks(lge.Args(env="school", split=split)) for split in ("area", "first_success"))
+    page.write_text("\n".join([*area, *first]))
+    options |= {"out": page}
     lines = lge.main(lge.Args(**options, guide="guides/x", split="first_success")).splitlines()
+    assert page.read_text().splitlines() == [*area, first[0], *lines, first[1]], "the other stays as it is"
     assert lines[2] == "| find-plant | 20.0 ± 24.8 | 30.0 ± 22.8 | 10.0 ± 5.0 |"
     curves = (tmp_path / "school__default__guides/curves.csv").read_text().splitlines()
     assert "find-plant,DRRN,2,training,40,25.0" in curves
