@@ -38,7 +38,6 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 import envs
 from envs import runs
@@ -284,15 +283,12 @@ def visibility(position_BT, fork_BT, start_BT):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=runs.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -330,8 +326,8 @@ class Critic(nn.Module):
         self.body = body
         self.tokenizer = body.tokenizer
         self.dtype = dtype
-        self.is_encoder = body.config.model_type in ENCODERS
-        width = body.config.hidden_size
+        self.is_encoder = runs.is_encoder(body)
+        width = runs.width_of(body)
         self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
         if self.is_encoder:
             self.a_heads = Twins(mlp(2 * width, width, 0.0) for _ in range(2))
@@ -369,7 +365,7 @@ class Critic(nn.Module):
     def cls(self, texts):
         """[CLS] vectors [N, H]; a text that is too long loses its beginning."""
         self.tokenizer.truncation_side = "left"
-        limit = self.body.config.max_position_embeddings - 2  # RoBERTa keeps two positions for itself
+        limit = self.body.context
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         inputs = inputs.to(self.body.device)
         return hidden_states(self.body, self.dtype, **inputs)[:, 0]
@@ -694,8 +690,7 @@ def main(args: Args) -> dict[str, float]:
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     if args.critic:
         body = runs.load(transformers.AutoModel, args.critic, args)
-        if body.config.model_type not in ENCODERS:
-            actor.context = min(actor.context, body.context)
+        runs.probe_critic(body, masked_states, actor)
     else:
         body = copy.deepcopy(actor.base_model)  # D2
         body.tokenizer = actor.tokenizer
@@ -704,7 +699,7 @@ def main(args: Args) -> dict[str, float]:
     value = float(np.mean(returns))  # D4
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    width = actor.config.hidden_size
+    width = runs.width_of(actor)
     baseline = mlp(width, width, 0.0).to(args.device)  # learns in any case
     trained = [*actor.parameters(), *baseline.parameters()]
     actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)

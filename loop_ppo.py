@@ -235,7 +235,7 @@ class Memory:
         self.model = model
         self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
         self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
-        self.hidden_BH = torch.zeros(B, model.config.hidden_size, dtype=model.dtype)
+        self.hidden_BH = torch.zeros(B, runs.width_of(model), dtype=model.dtype)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
@@ -267,12 +267,11 @@ class Memory:
         column_RQ = column_BQ[rows]
 
         cache = Pass(self.stored, rows, column_RQ)
-        is_later = torch.arange(cache.width) > column_RQ[:, None, :, None]
-        bias = is_later.to(self.model.dtype) * -1e30  # of four axes: is added to the scores as it is
+        visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ,
-            attention_mask=bias,
+            attention_mask=runs.mask_of(self.model.base_model, visible),  # of four axes: is taken as it is
             past_key_values=cache,
             use_cache=True,
         )

@@ -182,15 +182,12 @@ def hidden_states(body, dtype, **inputs):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=runs.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -224,7 +221,7 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, body, value, dtype):
         super().__init__()
-        width = body.config.hidden_size
+        width = runs.width_of(body)
         self.body = body
         self.dtype = dtype
         self.head = mlp(width, width, value)

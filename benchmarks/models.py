@@ -50,6 +50,7 @@ SMALL = {
     "topk_group": 1, "n_shared_experts": 1,
     "initializer_range": 0.5, "init_std": 0.5,
 }  # fmt: skip
+LARGEST = 10_000_000  # parameters; what is larger has parts that go by other names
 OWN = {
     "granite": {"logits_scaling": 4.0},  # as the published ones have one
     "codegen": {"num_attention_heads": 4, "n_head": 4},
@@ -79,7 +80,13 @@ def make_model(kind: str, folder: Path) -> Path:
     config = transformers.AutoConfig.for_model(kind).get_text_config()
     known = {name: value for name, value in SMALL.items() if getattr(config, name, None) is not None}
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0}
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        known["layer_types"] = ["sliding_attention", "full_attention"]
     config = type(config)(**known | ids | OWN.get(kind, {}))
+    with torch.device("meta"):
+        size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    if size > LARGEST:
+        raise ValueError(f"{kind} cannot be made small: {size} parameters")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model(input_ids=torch.arange(64)[None])  # what is too small fails here

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -147,7 +147,7 @@ def guide_of(env: str, folder: str) -> str:
     return str(max(made, key=lambda path: path.stat().st_mtime, default=default))
 
 
-LIMITS = ("max_position_embeddings", "max_seq_len", "sliding_window")  # names in configurations
+LIMITS = ("max_position_embeddings", "max_seq_len")  # names in configurations
 
 
 def load(auto, source: str, args):
@@ -177,18 +177,77 @@ def load(auto, source: str, args):
             raise ValueError("none of its parameters can be trained")
         if tokenizer.chat_template:
             tokenizer.eos_token = chat_pieces(tokenizer).end
-        is_writer = auto is transformers.AutoModelForCausalLM
-        if is_writer and "eos_token" not in tokenizer.special_tokens_map:
-            raise ValueError("its tokenizer has no token that ends a turn")
+        if auto is transformers.AutoModelForCausalLM:
+            check_end(tokenizer)
+            if model.base_model is model:  # as of Llama 4, whose class names another one
+                raise ValueError(
+                    f"a {type(model).__name__} does not say which part of it stands before its head"
+                )
     except Exception as error:  # a damaged folder can raise anything
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
     print(f"model: {source}" + is_adapter * f", an adapter, merged into {model.config.name_or_path}")
     model.tokenizer = tokenizer
-    text_config = model.config.get_text_config()
-    limits = [getattr(text_config, name, None) for name in LIMITS]
-    model.context = min(limit or sys.maxsize for limit in limits)  # the masks here know no windows
+    model.context = context_of(model)
     return model.to(args.device).eval()
+
+
+def check_end(tokenizer) -> None:
+    """Raises ValueError for a tokenizer with which no turn could end."""
+    if "eos_token" not in tokenizer.special_tokens_map:
+        raise ValueError("its tokenizer has no token that ends a turn")
+
+
+def context_of(model) -> int:
+    """The number of tokens that a model can read."""
+    text_config = model.config.get_text_config()
+    limits = [getattr(text_config, name, None) or sys.maxsize for name in LIMITS]
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            limits.append(
+                table.num_embeddings - table.padding_idx - 1
+            )  # RoBERTa's begin behind the padding's
+    return min(limits)
+
+
+def width_of(model) -> int:
+    """The width of the hidden states that leave a body: not the configuration's where they are projected."""
+    import torch
+
+    with torch.no_grad():
+        ids_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        return model.base_model(input_ids=ids_11).last_hidden_state.shape[-1]
+
+
+def is_encoder(body) -> bool:
+    """Whether a model reads texts apart, and all of a text at once."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    return body.config.model_type in ENCODERS
+
+
+def mask_of(body, visible):
+    """What is added to the attention scores of a decoder if a token sees the `visible` ones [..., T, C].
+
+    A layer with a window sees the last ones of these. Where only some layers have one, each kind of layer has
+    a mask by its name.
+    """
+    import torch
+
+    def bias(seen):
+        lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
+        scores = torch.zeros(seen.shape, dtype=body.dtype, device=seen.device)
+        return scores.masked_fill_(~seen, lowest).to(body.device)
+
+    config = body.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return bias(visible)
+    from_here_on = visible.flip(-1).cumsum(-1).flip(-1)  # so many are visible, this one included
+    recent = bias(visible & (from_here_on <= window))
+    if getattr(config, "layer_types", None):
+        return {"full_attention": bias(visible), "sliding_attention": recent}
+    return recent
 
 
 def merge_adapter(model) -> None:
@@ -339,6 +398,7 @@ def logits_of(model, hidden):
 
 PROBED = 512  # tokens of the row with which a model is probed, at most
 FORK = 4  # of these, tokens of another utterance than the row's
+WINDOW = 16  # of a sliding window, while a model is probed
 GAP = {"float32": 0.01, "bfloat16": 1.0}  # nats between two log-probs of a token that are one and the same
 
 
@@ -352,15 +412,12 @@ def probe(model, masked_states: Callable) -> None:
     import torch
     import transformers
 
-    ids_BT = probe_ids(model).cpu()
+    inputs, forked_BT = forked_row(model)
+    ids_BT, position_BT, visible_BTT = inputs
     T = ids_BT.shape[1] - FORK
-    start = T // 2
-    position_BT = torch.cat([torch.arange(T), torch.arange(start, start + FORK)])[None]
-    visible_BTT = torch.ones(1, T + FORK, T + FORK, dtype=torch.bool).tril()
-    visible_BTT[:, T:, start:T] = False
 
     def score():
-        return masked_states(model.base_model, ids_BT, position_BT, visible_BTT, "float32")[0, T:]
+        return masked_states(model.base_model, *inputs, "float32")[0, T:]
 
     def write():
         cache = transformers.DynamicCache()
@@ -372,9 +429,75 @@ def probe(model, masked_states: Callable) -> None:
             states.append(masked_states(model.base_model, ids, position, visible, "float32", cache))
         return torch.cat(states[1:], 1)[0]
 
-    forked_BT = torch.cat([ids_BT[:, :start], ids_BT[:, T:]], 1).to(model.device)
     compare(model, forked_BT, score, "what is scored")
     compare(model, forked_BT, write, "what is written")
+
+
+def probe_critic(body, masked_states: Callable, actor) -> None:
+    """Raises ValueError for a critic of its own that does not read here as it does by itself.
+
+    A decoder reads whole dialogues, and so its context limits these, too. As it may spell them with more
+    tokens than the actor does, it also looks at what it is given from now on.
+    """
+    import torch
+
+    refused = f"a critic of type {body.config.model_type} cannot be used"
+    try:
+        if body.config.is_encoder_decoder:
+            raise ValueError("it has two parts, one that reads and one that writes")
+        with torch.no_grad(), narrowed(body):
+            if is_encoder(body):
+                found_H, own_H = beside_a_longer_text(body)
+            else:
+                check_end(body.tokenizer)
+                inputs, forked_BT = forked_row(body)
+                found_H = masked_states(body, *inputs, "float32")[0, -1]
+                own_H = body(input_ids=forked_BT).last_hidden_state[0, -1]
+    except Exception as error:  # each kind of model has its own
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{refused}: {why}") from error
+    if not (found_H - own_H).norm() <= 0.01 * own_H.norm():
+        how = (
+            "of a text it says other things beside a longer one"
+            if is_encoder(body)
+            else "its masks are not ours"
+        )
+        raise ValueError(f"{refused}: {how}")
+    if not is_encoder(body):
+        actor.context = min(actor.context, body.context)
+        body.register_forward_pre_hook(partial(check_length, body.context), with_kwargs=True)
+
+
+def beside_a_longer_text(body) -> tuple:
+    """An encoder's vector [H] of a text that is padded, and of the same text alone."""
+    limit = min(body.context, PROBED)
+    options = {"truncation": True, "max_length": limit, "return_tensors": "pt"}
+    padded = body.tokenizer(["a", "a " * limit], padding=True, **options).to(body.device)
+    alone = body.tokenizer("a", **options).to(body.device)
+    return body(**padded).last_hidden_state[0, 0], body(**alone).last_hidden_state[0, 0]
+
+
+def check_length(context: int, body, args: tuple, inputs: dict) -> None:
+    """Raises ValueError for rows that are longer than a critic can read."""
+    T = int(inputs["position_ids"].max()) + 1
+    if context < T:
+        raise ValueError(
+            f"--critic: a dialogue has {T} tokens for it, but it reads {context}: take another critic"
+        )
+
+
+def forked_row(model) -> tuple:
+    """A row of random tokens with a fork in its middle: as masked_states takes it, and the fork's own row."""
+    import torch
+
+    ids_BT = probe_ids(model).cpu()
+    T = ids_BT.shape[1] - FORK
+    start = T // 2
+    position_BT = torch.cat([torch.arange(T), torch.arange(start, start + FORK)])[None]
+    visible_BTT = torch.ones(1, T + FORK, T + FORK, dtype=torch.bool).tril()
+    visible_BTT[:, T:, start:T] = False
+    forked_BT = torch.cat([ids_BT[:, :start], ids_BT[:, T:]], 1).to(model.device)
+    return (ids_BT, position_BT, visible_BTT), forked_BT
 
 
 def probe_ids(model):
@@ -387,6 +510,23 @@ def probe_ids(model):
     return torch.randint(number, (1, T), generator=generator, device="cpu").to(model.device)
 
 
+@contextmanager
+def narrowed(model) -> Iterator[None]:
+    """In this context sliding windows are at most WINDOW tokens wide, so that probes look over their edge."""
+    found = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs = {id(config): config for config in (*found, model.config.get_text_config())}
+    wide = {key: getattr(config, "sliding_window", None) for key, config in configs.items()}
+    try:
+        for key, window in wide.items():
+            if window:
+                configs[key].sliding_window = min(window, WINDOW)
+        yield
+    finally:
+        for key, window in wide.items():
+            if window:
+                configs[key].sliding_window = window
+
+
 def compare(model, ids_BT, states: Callable, what: str) -> None:
     """Raises ValueError if hidden states give other log-probs than a model itself does, or if it looks ahead.
 
@@ -396,7 +536,7 @@ def compare(model, ids_BT, states: Callable, what: str) -> None:
 
     refused = f"a model of type {model.config.model_type} cannot be used"
     try:
-        with torch.no_grad():
+        with torch.no_grad(), narrowed(model):
             hidden_NH = states()
             found_NV = logits_of(model, hidden_NH)
             own_TV = model(input_ids=ids_BT, use_cache=False).logits[0]
