@@ -1,14 +1,14 @@
 """Which architectures the scripts take: the table of docs/models.md, a row for each that transformers has.
 
-    python benchmarks/models.py            # all, in minutes
-    python benchmarks/models.py llama mpt  # these
-    python benchmarks/models.py --tokenizers # which tokenizers
-    python benchmarks/models.py --templates  # which chat templates: pip install --no-deps trl==1.16.0
+    python benchmarks/models.py               # all, in minutes
+    python benchmarks/models.py llama mpt     # these
+    python benchmarks/models.py --tokenizers  # which tokenizers
+    python benchmarks/models.py --templates   # which chat templates: pip install --no-deps trl==1.16.0
 
-Each architecture is built tiny, with random weights, and read by archer.py, loop_ppo.py and sft.py as
-`runs.load` gives it to them. Shown is the largest difference between the log-probs there and those of the
-model's own forward pass in nats, or "no" where it is refused, and why, if it was named. Architectures that do
-not build from a small configuration are listed below.
+Each architecture is built tiny, with random weights, and read by the scripts as `runs.load` gives it to them.
+Shown is the largest difference between the log-probs there and those of the model's own forward pass in nats,
+or "no" where it is refused, and why, if it was named. Architectures that do not build from a small
+configuration are listed below.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts, from wherever this is called
 
 import archer
+import archer_offline_iql
 import loop_ppo
 import sft
 from envs import runs
@@ -55,7 +56,8 @@ LARGEST = 15_000_000  # parameters; what is larger has parts that go by other na
 # What some need beside that, or in the place of it.
 HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 OWN = {
     "codegen": {"num_attention_heads": 4, "n_head": 4},
@@ -176,19 +178,37 @@ def own_logps(model, row: list[int], number: int) -> torch.Tensor:
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(row)[1:, None])[-number:, 0]
 
 
-@torch.no_grad()
 def archer_gap(model) -> float:
     """Of what archer.py samples in a dialogue, and of how it scores that, in nats."""
-    runs.probe(model, archer.masked_states)
-    dialogue, args = dialogue_of(model), archer.Args(max_action_tokens=4)
-    (row,), spans, _ = archer.lay_out([dialogue], model.tokenizer)
-    starts, rows = [[span.start for span in spans]], {0: row}
-    generator = torch.Generator().manual_seed(0)
-    fresh, totals = archer.generate(archer.Memory(model, rows), rows, starts, args, generator)
-    logits_MV, token_M, _, owner_M = archer.score(model, [dialogue], fresh, 1.0, "float32")
+
+    def write(row, start_S, args, generator):
+        rows = {0: row}
+        return archer.generate(archer.Memory(model, rows), rows, [start_S], args, generator)
+
+    return gap_of_forks(model, archer, write)
+
+
+def offline_gap(model) -> float:
+    """The same of archer_offline_iql.py, which has no memory."""
+
+    def write(row, start_S, args, generator):
+        return archer_offline_iql.write_utterances(model, [row], [start_S], args, generator)
+
+    return gap_of_forks(model, archer_offline_iql, write)
+
+
+@torch.no_grad()
+def gap_of_forks(model, script, write) -> float:
+    """Of utterances that `write` has sampled in the states of a dialogue, and of how a script scores them."""
+    runs.probe(model, script.masked_states)
+    dialogue, args = dialogue_of(model), script.Args(max_action_tokens=4)
+    (row,), spans, _ = script.lay_out([dialogue], model.tokenizer)
+    start_S = [span.start for span in spans]
+    fresh, totals = write(row, start_S, args, torch.Generator().manual_seed(0))
+    logits_MV, token_M, _, owner_M = script.score(model, [dialogue], fresh, 1.0, "float32")
     scored_M = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
     gaps = []
-    for n, (start, ids) in enumerate(zip(starts[0], fresh, strict=True)):
+    for n, (start, ids) in enumerate(zip(start_S, fresh, strict=True)):
         own = own_logps(model, row[:start] + ids, len(ids))
         gaps += [abs(own.sum().item() - totals[n]), (own - scored_M[owner_M == n]).abs().max().item()]
     return max(gaps)
@@ -226,7 +246,12 @@ def sft_gap(model) -> float:
     return (own[row[1:, 1] != sft.CONTEXT] - scored_M).abs().max().item()
 
 
-GAPS = {"archer.py": archer_gap, "loop_ppo.py": loop_gap, "sft.py": sft_gap}
+GAPS = {
+    "archer.py": archer_gap,
+    "archer_offline_iql.py": offline_gap,
+    "loop_ppo.py": loop_gap,
+    "sft.py": sft_gap,
+}
 
 
 def outcomes(kind: str, **options) -> dict[str, float | str]:

@@ -178,7 +178,8 @@ def load(auto, source: str, args):
         if tokenizer.chat_template:
             tokenizer.eos_token = chat_pieces(tokenizer).end
         if auto is transformers.AutoModelForCausalLM:
-            check_end(tokenizer)
+            if not has_end(tokenizer):
+                raise ValueError(NO_END)
             if model.base_model is model:  # as of Llama 4, whose class names another one
                 raise ValueError(
                     f"a {type(model).__name__} does not say which part of it stands before its head"
@@ -192,16 +193,19 @@ def load(auto, source: str, args):
     return model.to(args.device).eval()
 
 
-def check_end(tokenizer) -> None:
-    """Raises ValueError for a tokenizer with which no turn could end."""
-    if "eos_token" not in tokenizer.special_tokens_map:
-        raise ValueError("its tokenizer has no token that ends a turn")
+NO_END = "its tokenizer has no token that ends a turn"
+
+
+def has_end(tokenizer) -> bool:
+    """Whether it has a token that can end a turn."""
+    return "eos_token" in tokenizer.special_tokens_map
 
 
 def context_of(model) -> int:
     """The number of tokens that a model can read."""
     text_config = model.config.get_text_config()
-    limits = [getattr(text_config, name, None) or sys.maxsize for name in LIMITS]
+    limits = [getattr(text_config, name, None) or 0 for name in LIMITS]
+    limits = [limit for limit in limits if limit > 0] + [sys.maxsize]  # XLNet says -1 where it has none
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
             limits.append(
@@ -241,7 +245,7 @@ def mask_of(body, visible):
 
     config = body.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if not window:
+    if not window or visible.shape[-1] <= window:
         return bias(visible)
     from_here_on = visible.flip(-1).cumsum(-1).flip(-1)  # so many are visible, this one included
     recent = bias(visible & (from_here_on <= window))
@@ -442,47 +446,44 @@ def probe_critic(body, masked_states: Callable, actor) -> None:
     import torch
 
     refused = f"a critic of type {body.config.model_type} cannot be used"
+    if body.config.is_encoder_decoder:
+        raise ValueError(f"{refused}: one part of it reads and another one writes")
+    if not (is_encoder(body) or has_end(body.tokenizer)):
+        raise ValueError(f"{refused}: {NO_END}")
     try:
-        if body.config.is_encoder_decoder:
-            raise ValueError("it has two parts, one that reads and one that writes")
         with torch.no_grad(), narrowed(body):
             if is_encoder(body):
-                found_H, own_H = beside_a_longer_text(body)
+                found_NH, own_NH = beside_a_longer_text(body)
             else:
-                check_end(body.tokenizer)
                 inputs, forked_BT = forked_row(body)
-                found_H = masked_states(body, *inputs, "float32")[0, -1]
-                own_H = body(input_ids=forked_BT).last_hidden_state[0, -1]
+                found_NH = masked_states(body, *inputs, "float32")[0, -FORK:]
+                own_NH = body(input_ids=forked_BT).last_hidden_state[0, -FORK:]
     except Exception as error:  # each kind of model has its own
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{refused}: {why}") from error
-    if not (found_H - own_H).norm() <= 0.01 * own_H.norm():
-        how = (
-            "of a text it says other things beside a longer one"
-            if is_encoder(body)
-            else "its masks are not ours"
-        )
-        raise ValueError(f"{refused}: {how}")
+        raise ValueError(f"{refused}: its forward pass fails here, {why}") from error
+    if not (found_NH - own_NH).norm() <= 0.01 * own_NH.norm():
+        raise ValueError(f"{refused}: it reads a text here otherwise than by itself")
     if not is_encoder(body):
         actor.context = min(actor.context, body.context)
         body.register_forward_pre_hook(partial(check_length, body.context), with_kwargs=True)
 
 
 def beside_a_longer_text(body) -> tuple:
-    """An encoder's vector [H] of a text that is padded, and of the same text alone."""
+    """An encoder's vector [1, H] of a text that is padded, and of the same text alone."""
     limit = min(body.context, PROBED)
     options = {"truncation": True, "max_length": limit, "return_tensors": "pt"}
     padded = body.tokenizer(["a", "a " * limit], padding=True, **options).to(body.device)
     alone = body.tokenizer("a", **options).to(body.device)
-    return body(**padded).last_hidden_state[0, 0], body(**alone).last_hidden_state[0, 0]
+    return body(**padded).last_hidden_state[:1, 0], body(**alone).last_hidden_state[:, 0]
 
 
 def check_length(context: int, body, args: tuple, inputs: dict) -> None:
     """Raises ValueError for rows that are longer than a critic can read."""
-    T = int(inputs["position_ids"].max()) + 1
-    if context < T:
+    position_BT = inputs.get("position_ids")
+    if position_BT is not None and position_BT.max() >= context:
+        T = int(position_BT.max()) + 1
         raise ValueError(
-            f"--critic: a dialogue has {T} tokens for it, but it reads {context}: take another critic"
+            f"--critic: it spells a dialogue with {T} tokens and reads {context}: take another one"
         )
 
 

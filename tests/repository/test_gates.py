@@ -26,9 +26,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from tiny import guide_options, make_checkpoint, make_looker_ahead, make_rambler
 
 import envs
+from benchmarks import models
 from envs import runs
 
 ROOT = Path(__file__).parents[2]
@@ -1045,6 +1047,17 @@ def test_a_model_that_is_read_otherwise_than_by_itself_is_refused(script, checkp
     reason = "what it says of a token depends on those that follow"
     assert said == f"{script.name}: a model of type bert cannot be used: {reason}"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["opt", "gemma3"])
+@pytest.mark.parametrize("script", SPEAKERS, ids=lambda path: path.stem)
+def test_a_model_of_another_shape(script, kind, checkpoint, tmp_path, monkeypatch):
+    """OPT-350m's states leave it narrower than they are; Gemma 3's sizes stand in a part of its own."""
+    monkeypatch.setitem(models.SMALL, "max_position_embeddings", 2048)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(ROOT / "archer.py"))
+    folder = models.make_model(kind, tmp_path / "model", tokenizer)
+    options = ["--env", WORLD["archer"], "--runs", tmp_path / "runs", *tiny(script, folder)]
+    assert call(script, *options)[::2] == (0, "")
 
 
 @each_script
