@@ -68,12 +68,14 @@ OWN = {
     "bamba": {"mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16, "attn_layer_indices": [1]},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "gemma3n_text": {
-        "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 16,
-        "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8,
     },
     "gemma4_text": {
-        "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 16,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 64},

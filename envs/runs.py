@@ -390,11 +390,17 @@ def logits_of(model, hidden):
 
     It is the model's own forward pass, with a body that answers with these states.
     """
+    import torch
+
     body = model.base_model
     name = next(name for name, module in model.named_children() if module is body)
-    model._modules[name] = Answer(body, hidden.reshape(1, -1, hidden.shape[-1]))
+    hidden_1NH = hidden.reshape(1, -1, hidden.shape[-1])
+    ids_1N = torch.zeros(
+        hidden_1NH.shape[:2], dtype=torch.long, device=hidden.device
+    )  # Gemma 4 asks how many
+    model._modules[name] = Answer(body, hidden_1NH)
     try:
-        logits = model(use_cache=False).logits
+        logits = model(input_ids=ids_1N, use_cache=False).logits
     finally:
         model._modules[name] = body
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
