@@ -628,8 +628,12 @@ TINY = {"iterations": 2, "eval_episodes": 2, "max_action_tokens": 4, "threads": 
 def test_loop_takes_it(actor, tmp_path):
     tiny = TINY | {"tasks": 2, "rollouts": 2, "worlds": 4, "min_advantage": 0.0}
     summary = loop_ppo.main(loop_ppo.Args(env=ID, model=str(actor), runs=str(tmp_path), **tiny))
-    text = json.loads((run_of(tmp_path) / "rollouts.jsonl").read_text().splitlines()[0])["text"]
-    assert -6 <= summary["eval_return"] <= 0 and text.startswith("Guess a number from 1 to 20.\n")
+    path = run_of(tmp_path) / "rollouts.jsonl"
+    ended = [row for row in map(json.loads, path.read_text().splitlines()) if row["fate"] == "ended"]
+    assert -6 <= summary["eval_return"] <= 0 and ended[0]["text"].startswith("Guess a number from 1 to 20.\n")
+    made, _ = envs.datasets.read_dialogues(str(path))  # what it writes is data
+    assert [d["observations"][-1] for d in made] == [row["text"] for row in ended]
+    assert [sum(d["rewards"]) for d in made] == [row["return"] for row in ended]
 
 
 def test_offline_takes_it(actor, tmp_path):
