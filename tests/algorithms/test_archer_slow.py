@@ -150,7 +150,8 @@ def taught(tmp_path_factory, toys):  # noqa: F811
 def test_V_of_a_frozen_actor_is_its_mean_return(world, taught):
     """At the first turn, within 10 % of the Monte-Carlo mean; by td, from a start far off.
 
-    For a single task within 0.2: their means lie 0.6 apart, so that one number for all of them fails.
+    For a single task within 0.2: their means lie 0.6 apart, so that one number for all of them fails. Every
+    pool has utterances of its own, and V follows it by about 0.1: the mean of the last 30 pools is compared.
     """
     args = small(env=world.id, critic_lr=1e-3)
     torch.manual_seed(0)
@@ -161,22 +162,24 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world, taught):
     critic = archer.Critic(body, 4.0, "float32")
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
-    rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    rng, generator, late = np.random.default_rng(1), torch.Generator().manual_seed(1), []
     for step in range(60):  # as `main` does it: a pool, its fresh utterances, and many updates with both
         pool = archer.with_fresh(rng.choice(played, 64), actor, args, generator)
         optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 60))
         for _ in range(20):
             archer.critic_update(critic, target_critic, optimizer, rng.choice(pool, 16), args)
+        if step >= 30:
+            with torch.no_grad():
+                late.append([critic(played[task : task + 1])[0][0].mean().item() for task in range(4)])
     returns = [archer.mc_returns(d["rewards"], args.gamma)[0] for d in played]
     means = [np.mean(returns[task::4]) for task in range(4)]
-    with torch.no_grad():
-        values = [critic(played[task : task + 1])[0][0].mean().item() for task in range(4)]
+    values = np.mean(late, 0).tolist()
     assert np.mean(values) == pytest.approx(np.mean(means), rel=0.1)
     assert max(means) - min(means) > 0.6 and values == pytest.approx(means, abs=0.2)
 
 
 # ---------------------------------------------------------------------------------------- learning
-BETTER = 3.0  # of 3.5 at best; random words, which are all that the model was taught, earn 0.875
+BETTER = 3.3  # of 3.5 at best; random words, which are all that the model was taught, earn 0.875
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -184,10 +187,12 @@ BETTER = 3.0  # of 3.5 at best; random words, which are all that the model was t
 def test_learns_a_world_with_a_known_best_return(tmp_path, taught, world, seed):
     """From uniformly random words; each turn one of four is right, and only the reward says which.
 
-    What is said changes nothing of what comes, so that a low discount takes nothing away but noise.
+    What is said changes nothing of what comes, so that a low discount takes nothing away but noise. The rates
+    are the test's own: those of the script suit a larger model.
     """
     sizes = {"iterations": 120, "rollouts": 32, "critic_updates": 20, "critic_batch": 16, "critic_pool": 64}
     sizes |= {"warmup": 20, "actor_updates": 4, "actor_batch": 32, "kl": 0.05, "gamma": 0.5}
+    sizes |= {"actor_lr": 1e-3, "critic_lr": 1e-3}
     sizes |= {"eval_every": 120, "eval_episodes": 128}
     summary = archer.main(small(env=world, seed=seed, runs=tmp_path, actor=taught[world], **sizes))
     assert summary["warm_start_return"] == pytest.approx(Toy.random_return, abs=0.4)
