@@ -30,7 +30,7 @@ import transformers
 from tiny import guide_options, make_checkpoint, make_looker_ahead, make_rambler
 
 import envs
-from benchmarks import models
+from benchmarks import models as table
 from envs import runs
 
 ROOT = Path(__file__).parents[2]
@@ -1056,9 +1056,9 @@ SHAPES += [("opt", path.stem) for path in SPEAKERS if path.stem not in ("sft", "
 @pytest.mark.parametrize(("kind", "name"), SHAPES)
 def test_a_model_of_another_shape(kind, name, checkpoint, tmp_path, monkeypatch):
     """OPT-350m's states leave it narrower than they are; Gemma 3's sizes stand in a part of its own."""
-    monkeypatch.setitem(models.SMALL, "max_position_embeddings", 2048)
+    monkeypatch.setitem(table.SMALL, "max_position_embeddings", 2048)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(ROOT / "archer.py"))
-    folder = models.make_model(kind, tmp_path / "model", tokenizer)
+    folder = table.make_model(kind, tmp_path / "model", tokenizer)
     (script,) = (path for path in SPEAKERS if path.stem == name)
     options = ["--env", WORLD["archer"], "--runs", tmp_path / "runs", *tiny(script, folder)]
     assert call(script, *options)[::2] == (0, "")
