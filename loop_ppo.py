@@ -235,7 +235,7 @@ class Memory:
         self.model = model
         self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
         self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
-        self.hidden_BH = torch.zeros(B, runs.width_of(model), dtype=model.dtype)
+        self.hidden_BH = torch.zeros(B, 0)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
@@ -271,13 +271,15 @@ class Memory:
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ,
-            attention_mask=runs.mask_of(self.model.base_model, visible),  # of four axes: is taken as it is
+            attention_mask=runs.mask_of(self.model, visible),  # of four axes: is taken as it is
             past_key_values=cache,
             use_cache=True,
         )
         # Each row's last new token is number size - 1 of Q; a row with nothing new keeps what it had.
         row_R = torch.arange(len(size_R))
         last_RH = output.last_hidden_state[row_R, size_R - 1]
+        if 0 in self.hidden_BH.shape:  # the first pass, which has all rows
+            self.hidden_BH = last_RH
         self.hidden_BH[size_B > 0] = last_RH[size_R > 0]
         self.length_B[rows] += size_R
 

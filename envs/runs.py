@@ -181,9 +181,7 @@ def load(auto, source: str, args):
             if not has_end(tokenizer):
                 raise ValueError(NO_END)
             if model.base_model is model:  # as of Llama 4, whose class names another one
-                raise ValueError(
-                    f"a {type(model).__name__} does not say which part of it stands before its head"
-                )
+                raise ValueError(f"a {type(model).__name__} does not say where its head begins")
     except Exception as error:  # a damaged folder can raise anything
         why = why_not_loaded(source, error, args)
         raise ValueError(f"no model in {source}: {why}") from error
@@ -207,15 +205,14 @@ def context_of(model) -> int:
     limits = [getattr(text_config, name, None) or 0 for name in LIMITS]
     limits = [limit for limit in limits if limit > 0] + [sys.maxsize]  # XLNet says -1 where it has none
     for name, table in model.named_modules():
+        # RoBERTa's positions begin behind the number of its padding.
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
-            limits.append(
-                table.num_embeddings - table.padding_idx - 1
-            )  # RoBERTa's begin behind the padding's
+            limits.append(table.num_embeddings - table.padding_idx - 1)
     return min(limits)
 
 
 def width_of(model) -> int:
-    """The width of the hidden states that leave a body: not the configuration's where they are projected."""
+    """The width of the hidden states that a body gives: in some it is not the one of the configuration."""
     import torch
 
     with torch.no_grad():
@@ -230,7 +227,7 @@ def is_encoder(body) -> bool:
     return body.config.model_type in ENCODERS
 
 
-def mask_of(body, visible):
+def mask_of(model, visible):
     """What is added to the attention scores of a decoder if a token sees the `visible` ones [..., T, C].
 
     A layer with a window sees the last ones of these. Where only some layers have one, each kind of layer has
@@ -240,10 +237,10 @@ def mask_of(body, visible):
 
     def bias(seen):
         lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-        scores = torch.zeros(seen.shape, dtype=body.dtype, device=seen.device)
-        return scores.masked_fill_(~seen, lowest).to(body.device)
+        scores = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+        return scores.masked_fill_(~seen, lowest).to(model.device)
 
-    config = body.config.get_text_config()
+    config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if not window or visible.shape[-1] <= window:
         return bias(visible)

@@ -247,7 +247,7 @@ def test_a_row_may_be_longer_than_a_window(kind, monkeypatch):
     runs.probe(model, archer.masked_states)
     assert model.config.sliding_window == 64  # the probe has one of its own
     assert table.archer_gap(model) < EXACT and table.loop_gap(model) < EXACT
-    monkeypatch.setattr(runs, "mask_of", lambda body, visible: torch.where(visible, 0.0, -1e30))
+    monkeypatch.setattr(runs, "mask_of", lambda model, visible: torch.where(visible, 0.0, -1e30))
     with pytest.raises(ValueError, match=r"what is scored is .* nats from what it says by itself"):
         runs.probe(model, archer.masked_states)
 
