@@ -5,9 +5,9 @@
     python benchmarks/models.py --tokenizers  # which tokenizers
     python benchmarks/models.py --templates   # which chat templates: pip install --no-deps trl==1.16.0
 
-Each architecture is built tiny, with random weights, and read by the scripts as `runs.load` gives it to them.
-Shown is the largest difference between the log-probs there and those of the model's own forward pass in nats,
-or "no" where it is refused, and why, if it was named. Architectures that do not build from a small
+Each architecture is built tiny, with random weights, and read by the scripts as `models.load` gives it to
+them. Shown is the largest difference between the log-probs there and those of the model's own forward pass in
+nats, or "no" where it is refused, and why, if it was named. Architectures that do not build from a small
 configuration are listed below.
 """
 
@@ -25,7 +25,8 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts, from wherever this is called
@@ -34,7 +35,7 @@ import archer
 import archer_offline_iql
 import loop_ppo
 import sft
-from envs import runs
+from envs import models
 
 # What makes a configuration small, by the names that architectures have for it.
 SMALL = {
@@ -120,7 +121,7 @@ def make_tokenizer(special: Iterable[str] = (), template: str | None = None, bos
     """A tokenizer of bytes with these control tokens; with `bos` it puts <s> before every text."""
     control = ["</s>", "<s>", *special]
     names = dict.fromkeys([*control, eos, *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(control)
@@ -202,7 +203,7 @@ def offline_gap(model) -> float:
 @torch.no_grad()
 def gap_of_forks(model, script, write) -> float:
     """Of utterances that `write` has sampled in the states of a dialogue, and of how a script scores them."""
-    runs.probe(model, script.masked_states)
+    models.probe(model, script.masked_states)
     dialogue, args = dialogue_of(model), script.Args(max_action_tokens=4)
     (row,), spans, _ = script.lay_out([dialogue], model.tokenizer)
     start_S = [span.start for span in spans]
@@ -227,7 +228,7 @@ def loop_gap(model) -> float:
     memory = loop_ppo.Memory(model, [t])
     sampled = []
     for column in range(turns[0].start, turns[-1].stop):
-        logp_V = runs.logits_of(model, memory.hidden_BH)[0].log_softmax(-1)
+        logp_V = models.logits_of(model, memory.hidden_BH)[0].log_softmax(-1)
         sampled += [logp_V[row[column]]] * any(column in turn for turn in turns)
         t.ids = row[: column + 1]
         memory.read([t])
@@ -264,7 +265,7 @@ def outcomes(kind: str, **options) -> dict[str, float | str]:
         make_model(kind, folder, **options)
         for script, gap in GAPS.items():
             try:
-                found[script] = gap(runs.load(transformers.AutoModelForCausalLM, folder, args))
+                found[script] = gap(models.load(transformers.AutoModelForCausalLM, folder, args))
             except ValueError as error:
                 found[script] = str(error).replace(folder, "FOLDER")
     return found
@@ -326,11 +327,11 @@ def control_tokens(template: str) -> list[str]:
 def followed(template: str) -> str:
     """Whether a dialogue of ours is what a template writes."""
     try:
-        pieces = runs.chat_pieces(make_tokenizer(control_tokens(template), template))
+        pieces = models.chat_pieces(make_tokenizer(control_tokens(template), template))
     except ValueError:
         return "refused"
     thought = ", with an empty thought in the history"
-    return "followed" + thought * bool(runs.EMPTY_THOUGHT.search(pieces.to_reply))
+    return "followed" + thought * bool(models.EMPTY_THOUGHT.search(pieces.to_reply))
 
 
 def main() -> None:

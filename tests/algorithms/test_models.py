@@ -15,7 +15,7 @@ import envs
 import sft
 from baselines import ppo
 from benchmarks import models as table
-from envs import runs
+from envs import models
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-4  # nats
@@ -76,7 +76,7 @@ def make_llama(tokenizer, folder: Path) -> Path:
 
 def load(tokenizer, folder: Path):
     args = SimpleNamespace(device="cpu", world="", env="x")
-    return runs.load(transformers.AutoModelForCausalLM, str(make_llama(tokenizer, folder)), args)
+    return models.load(transformers.AutoModelForCausalLM, str(make_llama(tokenizer, folder)), args)
 
 
 def spelled(dialogue: dict, tokenizer) -> list[list[int]]:
@@ -201,8 +201,8 @@ def test_the_ready_made_checkpoints_read_as_they_did(name):
         texts = [*dialogue["observations"][:1], *dialogue["actions"]]
         for text in texts + envs.replies(dialogue["observations"], dialogue["actions"]):
             plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert runs.encode(tokenizer, text) == plain
-            assert runs.encode_prompt(tokenizer, text) == runs.encode_reply(tokenizer, text) == plain
+            assert models.encode(tokenizer, text) == plain
+            assert models.encode_prompt(tokenizer, text) == models.encode_reply(tokenizer, text) == plain
 
 
 def rows_of_tokenizers() -> dict[str, list[str]]:
@@ -242,14 +242,14 @@ def test_a_row_may_be_longer_than_a_window(kind, monkeypatch):
     args = SimpleNamespace(device="cpu", world="", env="")
     with tempfile.TemporaryDirectory() as folder:
         table.make_model(kind, folder)
-        model = runs.load(transformers.AutoModelForCausalLM, folder, args)
+        model = models.load(transformers.AutoModelForCausalLM, folder, args)
     assert model.context == 256 and model.config.sliding_window == 64
-    runs.probe(model, archer.masked_states)
+    models.probe(model, archer.masked_states)
     assert model.config.sliding_window == 64  # the probe has one of its own
     assert table.archer_gap(model) < EXACT and table.loop_gap(model) < EXACT
-    monkeypatch.setattr(runs, "mask_of", lambda model, visible: torch.where(visible, 0.0, -1e30))
+    monkeypatch.setattr(models, "mask_of", lambda model, visible: torch.where(visible, 0.0, -1e30))
     with pytest.raises(ValueError, match=r"what is scored is .* nats from what it says by itself"):
-        runs.probe(model, archer.masked_states)
+        models.probe(model, archer.masked_states)
 
 
 def test_an_encoder_that_also_writes_is_refused_in_one_line(tmp_path):
@@ -259,7 +259,7 @@ def test_an_encoder_that_also_writes_is_refused_in_one_line(tmp_path):
     table.make_tokenizer().save_pretrained(tmp_path)
     args = SimpleNamespace(device="cpu", world="", env="")
     with pytest.raises(ValueError, match=r"^no model in .*T5Config.*AutoModelForCausalLM[^\n]*$"):
-        runs.load(transformers.AutoModelForCausalLM, str(tmp_path), args)
+        models.load(transformers.AutoModelForCausalLM, str(tmp_path), args)
 
 
 def rows_of_the_page() -> dict[str, list[str]]:
@@ -384,7 +384,7 @@ def test_an_encoder_s_positions_begin_where_they_do(kind, tmp_path):
     tokenizer.pad_token = "<mask>"
     config = of_type(kind, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id)
     folder = make_critic(config, tmp_path / "critic", tokenizer)
-    body = runs.load(transformers.AutoModel, folder, archer.Args())
+    body = models.load(transformers.AutoModel, folder, archer.Args())
     assert tokenizer.pad_token_id == 3 and body.context == (60 if kind == "roberta" else 64)
     critic = archer.Critic(body, 0.0, "float32")
     assert critic.cls(["a" * 200, "b"]).shape == (2, 32)  # one more would be beyond the table

@@ -674,11 +674,11 @@ def test_play_takes_it(monkeypatch, capsys):
     )
 
 
-def test_a_script_is_taken_away_with_three_files(actor, tmp_path):
+def test_a_script_is_taken_away_with_four_files(actor, tmp_path):
     """A folder with archer.py, the files that the page names, and a world: two iterations."""
-    (files,) = re.findall(r"you need three files, (.*?), and your world", PAGE)
+    (files,) = re.findall(r"you need four files, (.*?), and your\s+world", PAGE)
     files = re.findall(r"`([^`]+)`", files)
-    assert files == ["envs/__init__.py", "envs/adapt.py", "envs/runs.py"]
+    assert files == ["envs/__init__.py", "envs/adapt.py", "envs/runs.py", "envs/models.py"]
     (tmp_path / "envs").mkdir()
     for file in ["archer.py", *files]:
         shutil.copy(ROOT / file, tmp_path / file)
@@ -704,7 +704,7 @@ def test_a_script_needs_no_other_file_of_envs(script):
             needed |= {of} if of else {alias.name for alias in node.names}
         if isinstance(node, ast.Import):
             needed |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("envs.")}
-    assert needed == {"runs"} | ({"datasets"} if script in ("sft", "archer_offline_iql") else set())
+    assert needed == {"runs", "models"} | ({"datasets"} if script in ("sft", "archer_offline_iql") else set())
 
 
 def test_a_file_that_was_left_behind_is_named(monkeypatch):
