@@ -37,10 +37,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from torch import nn
 
-from envs import runs
+from envs import models, runs
 from envs.worlds import school, scienceworld
 
 WORLDS = {"school": school, "scienceworld": scienceworld}
@@ -412,7 +413,7 @@ def embed(encoder, texts):
 
 def load_encoder(source, args):
     """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    encoder = runs.load(transformers.AutoModel, source, args)
+    encoder = models.load(transformers.AutoModel, source, args)
     if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
         raise ValueError(f"{source} has no tokenizer, or another model's")
     for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
@@ -452,8 +453,7 @@ class Guide:
         if not self.table:
             return view.valid
         navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
-        texts = [self.texts.texts[i] for i in view.valid]
-        is_kept_A = np.array([text.startswith(navigation) for text in texts])
+        is_kept_A = np.array([self.texts.texts[i].startswith(navigation) for i in view.valid])
         return view.valid[prune(self.cosines(view), is_kept_A, self.args.top_k)]
 
     def cosines(self, view):
@@ -471,7 +471,7 @@ class Guide:
 
 def make_vocabulary(texts, size):
     """Byte pairs trained on these texts, with all bytes in it: any text can be written."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, to_bytes])
@@ -673,7 +673,7 @@ def complete(args):
         raise ValueError(f"--env {args.env}: the explorer knows {' and '.join(WORLDS)}")
     names = {f"T{n}": task for n, task in enumerate(scienceworld.TASKS)}  # by the paper's numbers
     task = names.get(args.task, args.task)
-    guide = runs.guide_of(args.env, args.runs) if args.guide == "auto" else args.guide
+    guide = models.guide_of(args.env, args.runs) if args.guide == "auto" else args.guide
     settings = {name: getattr(args, name) or value for name, value in SETTINGS[args.env].items()}
     return replace(args, task=task, guide=guide, **settings)
 

@@ -35,7 +35,7 @@ import tyro
 from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from envs.runs import guide_of
+from envs.models import guide_of
 from envs.worlds.school import TASKS as SCHOOL
 from envs.worlds.scienceworld import TASKS as NAMES
 
