@@ -18,7 +18,7 @@ of its 95 % interval (Student's t), and what a seed gains over DRRN, likewise. -
 settings by; training is the play from which the explorer learns, in the last tenth of its steps, area that of
 all its steps; first_success is no score, but the steps of each world until an episode reached 100 (all of the
 run, if none did). --each prints a line a run, with its training. curves.csv has every evaluation of all runs,
-curves.svg its mean over the seeds.
+curves.svg its mean over the seeds, of three or more with the interval.
 """
 
 import csv
@@ -32,7 +32,7 @@ from typing import Literal
 from urllib.parse import quote
 
 import tyro
-from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
+from tables import check, draw, half_width, insert, interval, launch, read_lines, run_missing, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs.models import guide_of
@@ -94,6 +94,16 @@ def marks(args: Args) -> tuple[str, str]:
     if args.env == "scienceworld":
         return START, END
     return f"<!-- {args.env} {args.split} -->", f"<!-- /{args.env} {args.split} -->"
+
+
+def band(scores: list[float]) -> tuple[float, ...]:
+    """What is drawn of some seeds' scores: their mean and, of three or more, the ends of its 95 % interval.
+
+    >>> [round(y, 2) for y in band([1.0, 2.0, 3.0])], band([1.0, 2.0])
+    ([2.0, -0.48, 4.48], (1.5,))
+    """
+    mean, half = statistics.fmean(scores), half_width(scores)
+    return (mean, mean - half, mean + half) if len(scores) > 2 else (mean,)
 
 
 def number_of(task: str) -> str:
@@ -214,7 +224,7 @@ def main(args: Args) -> str:
     for task in tasks:
         for row in args.methods:
             by_seed = zip(*[outcomes[task, row, seed][f"curve {curve}"] for seed in seeds], strict=True)
-            mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
+            mean = [(same[0][0], *band([score for _, score in same])) for same in by_seed]
             if mean:
                 means.setdefault(task, {})[row] = mean
     draw(means, "steps", folder / "curves.svg")
