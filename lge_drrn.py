@@ -12,11 +12,11 @@ Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXi
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
   E2  y = r + gamma * max_a' Q(s',a'), 0 behind an end (unsaid in Alg. 1) Alg. 1, A.1.3     q_target
   E3  Huber loss of Q(s,a) - y, mean of a batch; Alg. 1 sums              Alg. 1, A.1.3     learn
-  E4  pi(a|s) ~ exp Q(s,a) in training, argmax in evaluation              Alg. 1, 3.1.1     sample
+  E4  pi(a|s) ~ exp Q(s,a) / temperature; argmax in evaluation            Alg. 1, 3.1.1     sample
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D1  Targets and player use a copy of the network, renewed every 50 updates (--copy-every 1): fewer texts.
-  D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer (--no-q-hidden).
+  D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer.
   D3  Positive rewards fill the memory's priority half (--priority released): the authors leave it empty.
   D4  The step limit bootstraps, and no transition crosses a reset, as one in each of the authors' episodes.
   D5  Byte pairs trained on the world's own text, which may span words; the authors bring 8,000 unigrams.
@@ -25,6 +25,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
   D9  The Huber loss is squared up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
   D10 The state has the task, as in the authors' code: all variations of a task share one network.
+  D11 In the school episodes of 40 steps, half the width, gamma 0.7, E4 with Q / 5: its runs are short.
 """
 
 import time
@@ -44,7 +45,24 @@ from envs import models, runs
 from envs.worlds import school, scienceworld
 
 WORLDS = {"school": school, "scienceworld": scienceworld}
-STEPS = {"school": 600, "scienceworld": 2_500}  # of a run, unless given
+SETTINGS = {  # of a world, unless given (D11)
+    "school": {
+        "steps": 600,
+        "step_limit": 40,
+        "hidden": 64,
+        "vocabulary": 1_000,
+        "gamma": 0.7,
+        "temperature": 5.0,
+    },
+    "scienceworld": {
+        "steps": 2_500,
+        "step_limit": 100,
+        "hidden": 128,
+        "vocabulary": 4_000,
+        "gamma": 0.9,
+        "temperature": 1.0,
+    },
+}
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -54,9 +72,9 @@ class Args:
     env: str = "school"  # or scienceworld, which wants Java
     task: str = "find-living-thing"  # by name or by the paper's number, as T12
     seed: int = 1  # of everything random in the run; 0 or more
-    steps: int = 0  # of each world; 0: 600 in the school, 2,500 in scienceworld (paper: 100,000)
+    steps: int = 0  # of each world; 0, here and below: as SETTINGS has it (paper: 100,000)
     worlds: int = 8  # played side by side (paper: 8, A.1.3)
-    step_limit: int = 100  # actions after which an episode is cut off (paper: 100)
+    step_limit: int = 0  # actions after which an episode is cut off (paper: 100)
     simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
@@ -68,9 +86,8 @@ class Args:
     # --- model
     guide: str = "auto"  # a guide's folder; auto: the newest in --runs or the ready-made; none: plain DRRN
     explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
-    hidden: int = 128  # size of embeddings and GRUs (paper: 128)
-    q_hidden: bool = True  # a hidden layer in the Q head (D2)
-    vocabulary: int = 4_000  # size of the byte-pair vocabulary (D5)
+    hidden: int = 0  # size of embeddings and GRUs (paper: 128)
+    vocabulary: int = 0  # size of the byte-pair vocabulary (D5)
     vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
 
     # --- data
@@ -89,7 +106,8 @@ class Args:
     lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
     huber_delta: float = 100.0  # error in points from which E3 is linear (D9; paper: 1)
     bound_targets: bool = True  # no value above the points that are still to be had (D8)
-    gamma: float = 0.9  # discount (authors' default: 0.9)
+    gamma: float = 0.0  # discount (authors' default: 0.9)
+    temperature: float = 0.0  # of E4, in points (paper: 1)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates after which the copy is renewed (D1)
 
@@ -106,13 +124,13 @@ FIELDS = ("observation", "look", "inventory")  # of a state, each with a GRU of 
 class Texts:
     """All different texts met so far: a text is kept, tokenised and embedded once and then is a number."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.texts = []
         self.tokens = []  # of each text, a tensor [T]
         self.numbers = {}  # text -> its place in both lists
 
-    def add(self, text: str) -> int:
+    def add(self, text):
         """The number of a text, which is a new one if it has none."""
         if text not in self.numbers:
             self.numbers[text] = len(self.texts)
@@ -142,10 +160,8 @@ def to_view(info, texts):
     """What the info of a world shows; texts that are new get a number."""
     valid = [texts.add(action) for action in info["valid"]]
     observation = f"{info['task']} OBSERVATION {info['observation']}"  # D10
-    fields = (observation, info["look"], info["inventory"])
-    state = tuple(map(texts.add, fields))
-    task = texts.add(info["task"])
-    return View(state, task, np.array(valid, np.int32))
+    state = tuple(map(texts.add, (observation, info["look"], info["inventory"])))
+    return View(state, texts.add(info["task"]), np.array(valid, np.int32))
 
 
 class Transition(NamedTuple):
@@ -271,22 +287,21 @@ def prune(cosine_A, is_kept_A, k):
 class DRRN(nn.Module):
     """Q of a state and an action in words. A linear layer on both is a part of each, computed once."""
 
-    def __init__(self, vocabulary, hidden, q_hidden):
+    def __init__(self, vocabulary, hidden):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.encoders = nn.ModuleDict()
         for name in (*FIELDS, "action"):
             self.encoders[name] = nn.GRU(hidden, hidden)
-        width = hidden if q_hidden else 1  # D2
-        self.state_part = nn.Linear(3 * hidden, width)
-        self.action_part = nn.Linear(hidden, width, bias=False)
+        self.state_part = nn.Linear(3 * hidden, hidden)
+        self.action_part = nn.Linear(hidden, hidden, bias=False)
         bound = (4 * hidden) ** -0.5  # as one layer on both would start
         for part in (self.state_part, self.action_part):
             for parameter in part.parameters():
                 nn.init.uniform_(parameter, -bound, bound)
-        self.last = nn.Linear(hidden, 1) if q_hidden else None
+        self.last = nn.Linear(hidden, 1)  # D2
 
-    def encode(self, name: str, texts: Texts, numbers):
+    def encode(self, name, texts, numbers):
         """The last hidden states [N, H] of a GRU that reads the texts of these numbers, each text once."""
         distinct, place_N = np.unique(numbers, return_inverse=True)
         tokens = [texts.tokens[i] for i in distinct]
@@ -296,16 +311,14 @@ class DRRN(nn.Module):
         _, last_1BH = self.encoders[name](packed._replace(data=vectors))
         return last_1BH[0][torch.from_numpy(place_N)]
 
-    def encode_action(self, texts: Texts, numbers):
+    def encode_action(self, texts, numbers):
         """The part that actions have in the layer on both [N, H]."""
         return self.action_part(self.encode("action", texts, numbers))
 
     def q(self, state, action):
         """E1, from the parts of states and actions, [N, H] both or one [H] and one [A, H]."""
-        both = state + action  # E1
-        if self.last:
-            both = self.last(both.relu())
-        return both[..., 0]
+        both = (state + action).relu()  # E1
+        return self.last(both)[..., 0]
 
 
 class Table:
@@ -411,7 +424,7 @@ def load_encoder(source, args):
 class Guide:
     """Which of the valid actions the explorer may take."""
 
-    def __init__(self, args: Args, texts: Texts):
+    def __init__(self, args, texts):
         self.args = args
         self.texts = texts
         self.table = None  # of the texts' vectors, if there is a guide
@@ -440,10 +453,8 @@ class Guide:
         if not self.table:
             return view.valid
         navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
-        texts = [self.texts.texts[i] for i in view.valid]
-        is_kept_A = np.array([text.startswith(navigation) for text in texts])
-        left = prune(self.cosines(view), is_kept_A, self.args.top_k)
-        return view.valid[left]
+        is_kept_A = np.array([self.texts.texts[i].startswith(navigation) for i in view.valid])
+        return view.valid[prune(self.cosines(view), is_kept_A, self.args.top_k)]
 
     def cosines(self, view):
         """Of each valid action with the task [A]."""
@@ -495,17 +506,12 @@ def choose(
 
     `explorer` is a Copy, or another that has its `q`.
     """
-    candidates = []
-    for view in views:
-        if rng.random() < epsilon:
-            candidates.append(view.valid)
-        else:
-            candidates.append(guide.pruned(view))  # E5
+    candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
     state_N3 = np.array([view.state for view in views])
     q = explorer.q(state_N3, candidates)
     choices = []
     for view, actions, q_A in zip(views, candidates, q, strict=True):
-        place = int(q_A.argmax()) if is_greedy else sample(q_A, rng.random())  # E4
+        place = int(q_A.argmax()) if is_greedy else sample(q_A / guide.args.temperature, rng.random())  # E4
         choices.append(Choice(view, int(actions[place]), q_A))
     return choices
 
@@ -521,12 +527,9 @@ def remember(choices, results, replay_buffer, guide, args):
         _, reward, terminated, truncated, info = result
         after = to_view(info, guide.texts)
         views.append(to_view(shown, guide.texts))  # D4
-        policy = torch.distributions.Categorical(logits=choice.q_A)
-        metrics = {
-            "rollout/candidates": len(choice.q_A),
-            "rollout/entropy": policy.entropy().item(),
-            "rollout/died": info["died"],
-        }
+        policy = torch.distributions.Categorical(logits=choice.q_A / args.temperature)
+        metrics = {"rollout/candidates": len(choice.q_A), "rollout/died": info["died"]}
+        metrics["rollout/entropy"] = policy.entropy().item()
         logs.append(metrics)
         if info["died"]:  # nobody knows what this step did, and nobody counts the episode
             continue
@@ -569,11 +572,7 @@ def play_out(
         results = worlds.step(actions)
         for i, choice, (result, info) in zip(actions, choices, results, strict=True):
             _, reward, terminated, truncated, _ = result
-            turn = {
-                "action": info["action"],
-                "reply": info["observation"],
-                "reward": reward,
-            }
+            turn = {"action": info["action"], "reply": info["observation"], "reward": reward}
             if guide.table:
                 turn["rank"] = guide.rank(choice.view, choice.action)
             turn["Q"] = round(choice.q_A.max().item(), 3)
@@ -603,15 +602,12 @@ def learn(network, target, optimizer, batch, texts, args):
     """One descent on E3 with a list of transitions; returns metrics."""
     columns = Transition(*zip(*batch, strict=True))  # of each field a tuple of N
     state_N3 = np.array(columns.state)
-    fields = []
-    for i, name in enumerate(FIELDS):
-        fields.append(network.encode(name, texts, state_N3[:, i]))
+    fields = [network.encode(name, texts, state_N3[:, i]) for i, name in enumerate(FIELDS)]
     state_NH = network.state_part(torch.cat(fields, -1))
     action_NH = network.encode_action(texts, columns.action)
     q_N = network.q(state_NH, action_NH)
 
-    figures = (columns.reward, columns.terminated, columns.left)
-    figure_3N = torch.tensor(figures, dtype=torch.float32)
+    figure_3N = torch.tensor((columns.reward, columns.terminated, columns.left), dtype=torch.float32)
     reward_N, terminated_N, left_N = figure_3N.to(q_N.device)
     with torch.no_grad():
         next_q = target.q(np.array(columns.next_state), columns.next_actions)
@@ -671,17 +667,15 @@ def final_metrics(evaluations):
 
 
 # ---------------------------------------------------------- 8. training
-def complete(args: Args) -> Args:
-    """The arguments, with the steps, the task by its name and the guide by its folder, or none."""
+def complete(args):
+    """The arguments, with the world's settings, the task by its name and the guide by its folder, or none."""
     if args.env not in WORLDS:
         raise ValueError(f"--env {args.env}: the explorer knows {' and '.join(WORLDS)}")
     names = {f"T{n}": task for n, task in enumerate(scienceworld.TASKS)}  # by the paper's numbers
     task = names.get(args.task, args.task)
-    steps = args.steps or STEPS[args.env]
-    guide = args.guide
-    if guide == "auto":
-        guide = models.guide_of(args.env, args.runs)
-    return replace(args, task=task, steps=steps, guide=guide)
+    guide = models.guide_of(args.env, args.runs) if args.guide == "auto" else args.guide
+    settings = {name: getattr(args, name) or value for name, value in SETTINGS[args.env].items()}
+    return replace(args, task=task, guide=guide, **settings)
 
 
 def start_worlds(args):
@@ -706,7 +700,7 @@ def main(args: Args) -> dict[str, float]:
     texts = Texts(make_vocabulary(words, args.vocabulary))  # D5
     guide = Guide(args, texts)
     torch.manual_seed(args.seed)  # here: to load a guide draws numbers, too
-    network = DRRN(texts.tokenizer.get_vocab_size(), args.hidden, args.q_hidden).to(args.device)
+    network = DRRN(texts.tokenizer.get_vocab_size(), args.hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     is_learning = args.explorer == "drrn"
     replay_buffer = ReplayBuffer(args.memory, args.priority_fraction, args.priority == "released")
@@ -772,8 +766,8 @@ def main(args: Args) -> dict[str, float]:
         logged, began = step, time.time()
 
     worlds.close()
-    final = final_metrics(run.state["evaluations"])
-    return run.finish(steps=run.iteration, area=run.metrics[-1]["rollout/area"], **final)
+    area = run.metrics[-1]["rollout/area"]
+    return run.finish(steps=run.iteration, area=area, **final_metrics(run.state["evaluations"]))
 
 
 if __name__ == "__main__":

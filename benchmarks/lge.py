@@ -1,10 +1,11 @@
-"""Table 3 of LGE: what the guide is worth to an explorer of ScienceWorld, by task,
-for some seeds and equal steps.
+"""What the guide is worth to an explorer, by task, for some seeds and equal steps: in ScienceWorld, as in
+Table 3 of LGE, or in the school.
 
     python benchmarks/lge.py                                   # a night and more; goes on if stopped
     python benchmarks/lge.py --jobs 2                      # two runs at a time: 96 took 13.5 hours in sum
     python benchmarks/lge.py --tasks T12 --seeds 3         # one task
     python benchmarks/lge.py --env school --tasks find-plant --methods DRRN "LGE fixed" --split area
+    python benchmarks/lge.py --env school --tasks all --split first_success
     python benchmarks/lge.py --quick                       # minutes, and its figures mean nothing
     python benchmarks/lge.py --out docs/lge_drrn.md        # puts the table between the file's two marks
     python benchmarks/lge.py --results lge.csv             # what is in this file is not run again
@@ -15,8 +16,9 @@ by guide_simcse.py; the school has a ready-made one. Printed is the score in per
 split, the mean of the last tenth of the evaluations as in the paper, then over the seeds, with the half width
 of its 95 % interval (Student's t), and what a seed gains over DRRN, likewise. --split dev is there to choose
 settings by; training is the play from which the explorer learns, in the last tenth of its steps, area that of
-all its steps. --each prints a line a run, with its training. curves.csv has every evaluation of every run,
-curves.svg its mean over the seeds.
+all its steps; first_success is no score, but the steps of each world until an episode reached 100 (all of the
+run, if none did). --each prints a line a run, with its training. curves.csv has every evaluation of all runs,
+curves.svg its mean over the seeds, of three or more with the interval.
 """
 
 import csv
@@ -30,10 +32,11 @@ from typing import Literal
 from urllib.parse import quote
 
 import tyro
-from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
+from tables import check, draw, half_width, insert, interval, launch, read_lines, run_missing, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from envs.models import guide_of
+from envs.worlds.school import TASKS as SCHOOL
 from envs.worlds.scienceworld import TASKS as NAMES
 
 SCRIPT, BC = Path(__file__).parent.parent / "lge_drrn.py", Path(__file__).parent / "lge_bc.py"
@@ -68,18 +71,39 @@ QUICK_BC = "--steps 8 --paths 2 --eval-episodes 2 --dev-episodes 2"
 @dataclass
 class Args:
     env: Literal["scienceworld", "school"] = "scienceworld"  # the world; the paper's columns are of the first
-    tasks: tuple[str, ...] = TASKS  # by the paper's numbers or by name; "all": the 30
+    tasks: tuple[str, ...] = TASKS  # by the paper's numbers or by name; "all": the 30, of the school the ten
     methods: tuple[str, ...] = tuple(ROWS)  # of the rows, by name
     seeds: int = 3  # 1 to this
     jobs: int = 1  # runs at a time; each has 8 Java processes, 2.7 GB in all
     guide: str = "auto"  # folder of the guide; auto: the newest in runs/
     options: str = ""  # for every run but BC's, in one piece: --options="--steps 100000 --eval-every 1000"
-    split: Literal["test", "dev", "training", "area"] = "test"  # whose score is printed
+    split: Literal["test", "dev", "training", "area", "first_success"] = "test"  # what is printed
     runs: Path = Path("runs/lge")  # folder of the runs
     results: Path | None = None  # CSV, a line a run: what is in it is not run, what is run joins it
     out: Path | None = None  # file that gets the table between its two marks
     each: bool = False  # print a line for every run, too, with its training
     quick: bool = False  # one task, one seed, eight steps, to see that all works
+
+
+def marks(args: Args) -> tuple[str, str]:
+    """The file's two marks between which the table goes; of the school each split has its own.
+
+    >>> marks(Args(env="school", split="area"))
+    ('<!-- school area -->', '<!-- /school area -->')
+    """
+    if args.env == "scienceworld":
+        return START, END
+    return f"<!-- {args.env} {args.split} -->", f"<!-- /{args.env} {args.split} -->"
+
+
+def band(scores: list[float]) -> tuple[float, ...]:
+    """What is drawn of some seeds' scores: their mean and, of three or more, the ends of its 95 % interval.
+
+    >>> [round(y, 2) for y in band([1.0, 2.0, 3.0])], band([1.0, 2.0])
+    ([2.0, -0.48, 4.48], (1.5,))
+    """
+    mean, half = statistics.fmean(scores), half_width(scores)
+    return (mean, mean - half, mean + half) if len(scores) > 2 else (mean,)
 
 
 def number_of(task: str) -> str:
@@ -163,9 +187,7 @@ def each(outcomes: dict[tuple, dict]) -> str:
 
 def main(args: Args) -> str:
     """Runs what is missing and returns the table as markdown."""
-    check(args.seeds, args.jobs, args.out, START, END)
-    if args.env == "school" and "BC" in args.methods:
-        stop("--methods: BC is of scienceworld alone; name the others")
+    check(args.seeds, args.jobs, args.out, *marks(args))
     if unknown := [row for row in args.methods if row not in ROWS]:
         stop(f"--methods {unknown[0]}: no such method; known: {', '.join(ROWS)}")
     guide = args.guide
@@ -173,7 +195,9 @@ def main(args: Args) -> str:
         guide = guide_of(args.env, "runs")
     if args.guide == "auto" and guide == "none" and not args.quick:
         stop("--guide auto: no guide in runs/; train one with guide_simcse.py")
-    tasks = tuple(f"T{n}" for n in range(30)) if args.tasks == ("all",) else args.tasks
+    tasks = args.tasks
+    if tasks == ("all",):
+        tasks = SCHOOL if args.env == "school" else tuple(f"T{n}" for n in range(30))
     tasks, seeds = (tasks[:1], [1]) if args.quick else (tasks, range(1, args.seeds + 1))
 
     # --- the runs: those known, and those to make
@@ -196,11 +220,11 @@ def main(args: Args) -> str:
         for cell in cells:
             for split in ("dev", "test", "training"):
                 writer.writerows([*cell, split, *point] for point in outcomes[cell][f"curve {split}"])
-    means, curve = {}, "training" if args.split == "area" else args.split
+    means, curve = {}, args.split if args.split in ("test", "dev") else "training"
     for task in tasks:
         for row in args.methods:
             by_seed = zip(*[outcomes[task, row, seed][f"curve {curve}"] for seed in seeds], strict=True)
-            mean = [(same[0][0], statistics.fmean(score for _, score in same)) for same in by_seed]
+            mean = [(same[0][0], *band([score for _, score in same])) for same in by_seed]
             if mean:
                 means.setdefault(task, {})[row] = mean
     draw(means, "steps", folder / "curves.svg")
@@ -210,8 +234,8 @@ def main(args: Args) -> str:
         if args.split == "training":
             points = outcomes[task, row, seed]["curve training"] or [(0, float("nan"))]  # BC does not play
             return statistics.fmean(score for _, score in points[-max(1, len(points) // 10) :])
-        if args.split == "area":
-            return outcomes[task, row, seed]["area"]
+        if args.split in ("area", "first_success"):
+            return outcomes[task, row, seed].get(args.split, float("nan"))  # BC does not play
         return outcomes[task, row, seed][f"eval_{args.split}_score"]
 
     pairs = [(row, "DRRN") for row in args.methods if "LGE" in row and "DRRN" in args.methods]
@@ -234,11 +258,11 @@ def main(args: Args) -> str:
         means += [f"{statistics.fmean(column):.1f}" for column in paper] if has_paper else []
         lines.append(f"| mean | {' | '.join(means)} |")
     table = "\n".join(lines)
-    print(f"{len(seeds)} seeds, {args.split} score; curves in {folder}\n{table}")
+    print(f"{len(seeds)} seeds, {args.split}; curves in {folder}\n{table}")
     if args.each:
         print(each(outcomes))
     if args.out:
-        insert(table, args.out, START, END)
+        insert(table, args.out, *marks(args))
     return table
 
 

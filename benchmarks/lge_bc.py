@@ -1,11 +1,12 @@
-"""Behaviour cloning on ScienceWorld's gold paths: the row "BC" of Table 3, with the network of lge_drrn.py.
+"""Behaviour cloning on gold paths: the row "BC" of Table 3, with the network of lge_drrn.py.
 
     python benchmarks/lge_bc.py --task find-living-thing --seed 1
+    python benchmarks/lge_bc.py --env school --task find-plant
 
 The network that is Q there scores the actions here: it learns to put the gold action above other valid ones
 (cross-entropy against so many drawn from them) and is judged as the explorer is, greedily, among all valid
 actions. The paper's BC is another model, Macaw, which writes its action (sec. 4.2). The run's folder has what
-a run of lge_drrn.py has but for checkpoints. Needs scienceworld and a Java.
+a run of lge_drrn.py has but for checkpoints. ScienceWorld needs its package and a Java, the school nothing.
 """
 
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import lge_drrn
 from envs import runs
-from envs.worlds.scienceworld import TASKS, Worlds, gold_path, variations
+from envs.worlds import school, scienceworld
 
 
 @dataclass
@@ -37,19 +38,20 @@ class Args:
     guide: str = "none"  # none: judged among all valid actions; a folder: among those that the guide leaves
     runs: str = "runs"  # folder in which the run's own folder is made
     name: str = ""  # of the run, for the name of its folder
-    env: str = "scienceworld"  # for the name of the folder
+    env: str = "scienceworld"  # or school
     resume: str = ""  # it cannot be resumed
     device: str = "cpu"
     threads: int = 1  # of the network on the CPU
 
 
-def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplifications: str) -> list[tuple]:
+def gold_steps(worlds, texts, explorer: lge_drrn.Args, indices: list[int]) -> list[tuple]:
     """(state, gold action, other valid actions) of the steps of gold paths whose action is valid there."""
     steps, n = [], len(worlds.worlds)
+    numbers = lge_drrn.WORLDS[explorer.env].variations(explorer.task, "train")
     for start in range(0, len(indices), n):
         some = indices[start : start + n]
         infos = dict(enumerate(worlds.reset("train", some)))
-        paths = [gold_path(task, variations(task, "train")[index], simplifications) for index in some]
+        paths = [path_of(explorer, numbers[index]) for index in some]
         for t in range(max(map(len, paths))):
             actions = {i: paths[i][t] for i in infos if t < len(paths[i])}
             for i, action in actions.items():
@@ -59,6 +61,13 @@ def gold_steps(worlds: Worlds, texts, task: str, indices: list[int], simplificat
             results = zip([*actions], worlds.step(actions), strict=True)
             infos = {i: info for i, (result, info) in results if not (result[2] or result[3])}
     return steps
+
+
+def path_of(explorer: lge_drrn.Args, number: int) -> list[str]:
+    """The gold path of a variation."""
+    if explorer.env == "school":
+        return list(school.gold_path(explorer.task, number))
+    return scienceworld.gold_path(explorer.task, number, explorer.simplifications)
 
 
 def learn(network, texts, optimizer, steps: list[tuple], negatives: int, rng) -> float:
@@ -79,21 +88,20 @@ def learn(network, texts, optimizer, steps: list[tuple], negatives: int, rng) ->
 
 def main(args: Args) -> dict[str, float]:
     """Plays gold paths, learns from them, plays greedily; returns what it writes to summary.json."""
-    task = {f"T{n}": name for n, name in enumerate(TASKS)}.get(args.task, args.task)
-    same = {name: getattr(args, name) for name in ("seed", "guide", "steps", "eval_episodes", "dev_episodes")}
-    explorer = lge_drrn.Args(env="scienceworld", task=task, **same)
+    same = ("env", "task", "seed", "guide", "eval_episodes", "dev_episodes")
+    explorer = lge_drrn.complete(lge_drrn.Args(**{name: getattr(args, name) for name in same}))
     run = runs.Run(args, "lge_bc")
-    options = {"task": task, "simplifications": explorer.simplifications, "step_limit": explorer.step_limit}
-    worlds = Worlds(explorer.worlds, **options)
+    worlds = lge_drrn.start_worlds(explorer)
     words = worlds.texts(explorer.vocabulary_steps, run.rng)
     texts = lge_drrn.Texts(lge_drrn.make_vocabulary(words, explorer.vocabulary))
     guide = lge_drrn.Guide(explorer, texts)
     torch.manual_seed(args.seed)
-    network = lge_drrn.DRRN(texts.tokenizer.get_vocab_size(), explorer.hidden, explorer.q_hidden)
+    network = lge_drrn.DRRN(texts.tokenizer.get_vocab_size(), explorer.hidden)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
 
-    order = run.rng.permutation(len(variations(task, "train"))).tolist()[: args.paths]
-    steps = gold_steps(worlds, texts, task, order, explorer.simplifications)
+    numbers = lge_drrn.WORLDS[args.env].variations(explorer.task, "train")
+    order = run.rng.permutation(len(numbers)).tolist()[: args.paths]
+    steps = gold_steps(worlds, texts, explorer, order)
     run.start({})
     print(f"{run.folder}: {len(steps)} steps of {len(order)} gold paths")
     losses = []
@@ -104,7 +112,7 @@ def main(args: Args) -> dict[str, float]:
         metrics, transcripts = {"bc/loss": float(np.mean(losses[-100:]))}, []
         if step == args.steps:
             player = lge_drrn.Copy(network, texts)
-            episodes = lge_drrn.STEPS["scienceworld"]  # the explorer's last step: it chooses them
+            episodes = explorer.steps  # its last step: it chooses the variations
             evaluation, transcripts = lge_drrn.greedy_play(
                 player, guide, worlds, explorer.epsilon, explorer, episodes
             )

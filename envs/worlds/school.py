@@ -5,8 +5,8 @@
     observation, reward, terminated, truncated, info = world.step("go to garden")
 
     Task: Find a plant. Focus on it, then bring it to the green box in the attic.
-    You are in the garden. It has a compost heap, a flower pot, a rain barrel, ... You see a hop vine, ...
-    You carry nothing.
+    You are in the garden, with beehive, compost heap, flower pot, ... You see: hop vine, tin can, ...
+    You carry: nothing.
     You go to the garden.
 
 It is not ScienceWorld (Wang et al. 2022, arXiv:2203.07540), and its scores say nothing about that: it is a
@@ -280,6 +280,7 @@ class Lesson:
         self.focus = set()  # what was focused on, all of it rightly
         self.at_lamp = ""  # what the test lamp is connected to
         self.shown = set()  # what was measured, tested or watered
+        self.notes = {}  # the exercise book: what was learned or chosen, in this order; the values are None
         self.heat = self.growth = 0  # turns
         self.reached = set()  # of the sub-goals
         self.failed = False
@@ -352,6 +353,7 @@ class Lesson:
             self.failed = True
             return f"The {name} is not what was asked for. The exercise ends."
         self.focus.add(name)
+        self.note(f"you focused on the {name}")
         return f"You focus on the {name}."
 
     def pick_up(self, name: str) -> str:
@@ -391,9 +393,9 @@ class Lesson:
             return f"The {name} stays dark: nothing is connected to it."
         self.shown.add(f"tested {self.at_lamp}")
         thing = THINGS.get(self.at_lamp)  # a colour that was mixed is not in the book
-        if thing and thing.conducts:
-            return f"The {name} glows."
-        return f"The {name} stays dark."
+        is_bright = thing and thing.conducts
+        self.note(f"the {self.at_lamp} {'conducts' if is_bright else 'does not conduct'}")
+        return f"The {name} {'glows' if is_bright else 'stays dark'}."
 
     def deactivate(self, name: str) -> str:
         self.active.discard(name)
@@ -407,10 +409,12 @@ class Lesson:
     def use(self, name: str, other: str) -> str:
         if name == THERMOMETER and other in self.exercise.degrees:
             self.shown.add(f"measured {other}")
+            self.note(f"the {other} has {self.exercise.degrees[other]} degrees")
             return f"The thermometer shows {self.exercise.degrees[other]} degrees."
         if name == CAN and other == POT:
             if self.where.get(self.exercise.thing) == POT:
                 self.shown.add("watered")
+                self.note(f"you watered the {self.exercise.thing}")
             return "You water the flower pot."
         return f"You use the {name} on the {other}, but nothing comes of it."
 
@@ -426,6 +430,10 @@ class Lesson:
             del self.where[name]
         self.where[f"{made[0]} {nouns.pop()}"] = holder
         return f"In the {holder} it turns {made[0]}."
+
+    def note(self, fact: str) -> None:
+        """Writes it into the exercise book, once: else a player would have to remember what was done."""
+        self.notes[fact] = None
 
     # --- what is asked for
 
@@ -556,9 +564,10 @@ class AnyText(gymnasium.spaces.Text):
 class School(gymnasium.Env):
     """The world: variations `options["index"]` of `variations(task, split)`.
 
-    The observation is the task, the room, the bag and what the last action did. For policies that read these
-    apart `info` has "task", "look", "inventory", "observation", and besides "valid", the sorted list of valid
-    actions, and "score". ("died" is always False: there is no other process.)
+    The observation is the task, the room, the bag with the exercise book and what the last action did. The
+    book has what was focused on, measured, tested and watered: no player has to remember these. For policies
+    that read the parts alone `info` has "task", "look", "inventory", "observation", and besides "valid", the
+    sorted list of valid actions, and "score". ("died" is always False: there is no other process.)
 
     An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what
     remains. It may be written in capitals. What is not valid costs a turn and changes nothing; but to focus
@@ -642,7 +651,7 @@ class School(gymnasium.Env):
     def look(self, said: str) -> dict:
         """What there is to know now; looking takes no time."""
         seen = self.lesson.seen()
-        look, inventory = describe(seen, frozenset(self.lesson.active))
+        look, inventory = describe(seen, frozenset(self.lesson.active), tuple(self.lesson.notes))
         return {
             "observation": said,
             "look": look,
@@ -683,24 +692,27 @@ class School(gymnasium.Env):
 
 
 @lru_cache(maxsize=10_000)
-def describe(seen: Seen, active: frozenset) -> tuple[str, str]:
-    """The room and the bag in words."""
+def describe(seen: Seen, active: frozenset, notes: tuple[str, ...]) -> tuple[str, str]:
+    """The room, and the bag with the exercise book, in words."""
     fixtures = ROOMS[seen.room]["fixtures"]
-    said = [f"You are in the {seen.room}. It has {listed((*fixtures, *seen.boxes))}."]
-    said.append(f"You see {listed(seen.loose)}.")
+    said = [f"You are in the {seen.room}, with {listed((*fixtures, *seen.boxes))}."]
+    said.append(f"You see: {listed(seen.loose)}.")
     said += [f"In the {place}: {listed(things)}." for place, things in seen.inside]
     said += [f"The {name} is on." for name in fixtures if name in active]
     said.append(f"Ways lead to {', '.join(ROOMS[seen.room]['ways'])}.")
-    return " ".join(said), f"You carry {listed(seen.carried)}."
+    bag = f"You carry: {listed(seen.carried)}."
+    if notes:
+        bag += f" Your book says: {'; '.join(notes)}."
+    return " ".join(said), bag
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """Things with their articles.
+    """Names in a row, as short as can be: a network that reads word by word reads these most.
 
     >>> listed(("apple tree", "kettle")), listed(())
-    ('an apple tree, a kettle', 'nothing')
+    ('apple tree, kettle', 'nothing')
     """
-    return ", ".join(f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in names) or "nothing"
+    return ", ".join(names) or "nothing"
 
 
 # ------------------------------------------------------------------------ 6. for LGE's two scripts

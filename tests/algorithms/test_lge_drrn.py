@@ -133,14 +133,13 @@ def naive_q(network: DRRN, texts: Texts, state, action: int) -> torch.Tensor:
         parts.append(gru(network.encoders[name], network.embedding.weight[texts.tokens[number]]))
     weight = torch.cat([network.state_part.weight, network.action_part.weight], -1)
     first = weight @ torch.cat(parts) + network.state_part.bias
-    return network.last.weight[0] @ first.relu() + network.last.bias[0] if network.last else first[0]
+    return network.last.weight[0] @ first.relu() + network.last.bias[0]
 
 
 # ------------------------------------------------------------------------------------- the maths
-@pytest.mark.parametrize("q_hidden", [True, False])
-def test_e1_is_the_naive_loop_whether_texts_repeat_or_not(texts, q_hidden):
+def test_e1_is_the_naive_loop_whether_texts_repeat_or_not(texts):
     torch.manual_seed(0)
-    network = DRRN(texts.tokenizer.get_vocab_size(), 6, q_hidden).double()
+    network = DRRN(texts.tokenizer.get_vocab_size(), 6).double()
     states = np.array([(6, 2, 3), (6, 2, 3), (4, 2, 5)])
     actions = [np.array([0, 1, 4, 0]), np.array([1]), np.array([0, 5])]
     found = Copy(network, texts).q(states, actions)
@@ -150,7 +149,7 @@ def test_e1_is_the_naive_loop_whether_texts_repeat_or_not(texts, q_hidden):
 
 def test_the_heads_two_parts_start_as_one_layer_would():
     """`nn.Linear(4 * H, H)` draws from +-1 / sqrt(4 H), its bias likewise."""
-    network = DRRN(50, 32, True)
+    network = DRRN(50, 32)
     one = nn.Linear(4 * 32, 32)
     for part in (network.state_part.weight, network.action_part.weight, network.state_part.bias):
         assert part.abs().max() <= 128**-0.5
@@ -200,6 +199,8 @@ def test_e4_samples_the_softmax():
 
 def test_an_action_is_drawn_from_what_the_guide_leaves_or_with_epsilon_from_all(texts):
     class First:
+        args = Args(temperature=1.0)
+
         def pruned(self, view):
             return view.valid[:2]
 
@@ -217,6 +218,10 @@ def test_an_action_is_drawn_from_what_the_guide_leaves_or_with_epsilon_from_all(
     choices = lge_drrn.choose(Known(), First(), views, 0.0, rng)
     assert all(choice.view is view for choice, view in zip(choices, views, strict=True))
     assert np.mean([choice.action == 5 for choice in choices]) == pytest.approx(np.e / (1 + np.e), abs=0.04)
+    First.args = Args(temperature=4.0)  # D11
+    choices = lge_drrn.choose(Known(), First(), views, 0.0, rng)
+    odds = np.e**0.25
+    assert np.mean([choice.action == 5 for choice in choices]) == pytest.approx(odds / (1 + odds), abs=0.04)
 
 
 def test_e5_keeps_the_nearest_and_what_is_kept_in_any_case():
@@ -233,10 +238,10 @@ def test_learning_from_a_batch_is_the_naive_descent(texts, delta):
     """The same loss and gradient: texts encoded once as if encoded for each transition apart (E1, E2, E3)."""
     torch.manual_seed(1)
     network, args = (
-        DRRN(texts.tokenizer.get_vocab_size(), 6, True).double(),
+        DRRN(texts.tokenizer.get_vocab_size(), 6).double(),
         Args(max_grad_norm=1e9, gamma=0.7, huber_delta=delta),
     )
-    other = DRRN(texts.tokenizer.get_vocab_size(), 6, True).double()
+    other = DRRN(texts.tokenizer.get_vocab_size(), 6).double()
     other.load_state_dict(network.state_dict())
     batch = [
         Transition((6, 2, 3), 0, 3.0, (6, 2, 5), False, 50, np.array([0, 1])),
@@ -263,7 +268,7 @@ def test_learning_from_a_batch_is_the_naive_descent(texts, delta):
 def test_the_gradient_is_clipped(texts):
     """By plain descent at rate 1 the weights move as far as --max-grad-norm says."""
     torch.manual_seed(1)
-    network = DRRN(texts.tokenizer.get_vocab_size(), 6, True)
+    network = DRRN(texts.tokenizer.get_vocab_size(), 6)
     before, target = copy.deepcopy(network), Copy(network, texts)
     batch = [Transition((6, 2, 3), 0, 90.0, (6, 2, 5), True, 0, np.array([0]))]
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
@@ -363,7 +368,7 @@ def test_a_table_computes_each_row_once():
 
 
 def test_a_copy_stays_as_it_is_until_it_is_renewed(texts):
-    network = DRRN(texts.tokenizer.get_vocab_size(), 6, True)
+    network = DRRN(texts.tokenizer.get_vocab_size(), 6)
     player, states, actions = Copy(network, texts), np.array([(6, 2, 3)]), [np.array([0, 1, 4])]
     (before,) = player.q(states, actions)
     with torch.no_grad():
@@ -742,8 +747,12 @@ def test_by_default_it_plays_in_the_school_with_the_ready_made_guide(tmp_path):
     args = lge_drrn.complete(Args(runs=str(tmp_path)))
     ready = Path(lge_drrn.__file__).parent / "checkpoints/school-guide"
     assert (args.env, args.steps, Path(args.guide)) == ("school", 600, ready) and ready.is_dir()
+    assert (args.step_limit, args.hidden, args.gamma, args.temperature) == (40, 64, 0.7, 5.0)
     theirs = lge_drrn.complete(Args(env="scienceworld", runs=str(tmp_path)))
     assert (theirs.steps, theirs.guide) == (2500, "none"), "it is none of ScienceWorld's"
+    assert (theirs.hidden, theirs.vocabulary, theirs.gamma, theirs.temperature) == (128, 4000, 0.9, 1.0)
+    assert theirs.step_limit == 100
+    assert lge_drrn.complete(Args(gamma=0.3, temperature=2.0, runs=str(tmp_path))).temperature == 2.0
     own = tmp_path / "school__guide_simcse__1__x" / "guide"
     own.mkdir(parents=True)
     assert lge_drrn.complete(Args(runs=str(tmp_path), steps=7)).guide == str(own)
@@ -820,14 +829,14 @@ def test_switches_reach_what_they_switch(house, tmp_path, monkeypatch):
     monkeypatch.setattr(lge_drrn, "learn", spied_learn)
     options = {"priority": "released", "priority_fraction": 0.25, "memory": 48, "batch": 12, "lr": 0.01}
     options |= {"lr_end": 0.002}
-    options |= {"q_hidden": False, "hidden": 6, "step_limit": 3, "simplifications": ""}
+    options |= {"hidden": 6, "step_limit": 3, "simplifications": ""}
     folder, _ = run(tmp_path, steps=12, **options)
     run(tmp_path, resume=str(folder), **(options | {"lr": 0.5, "lr_end": 0.5}))
     falling = [0.01 - 0.008 * step / 12 for step in range(1, 13)]  # D7; the first steps have no batch yet
     rates = [lr for _, lr, _ in seen]
     assert rates[:-12] == pytest.approx(falling[-len(rates[:-12]) :]) and rates[-12:] == [0.5] * 12
     assert all(length == 9 for _, _, length in seen)  # D3: the priority quarter stays empty
-    assert seen[0][0].last is None and seen[0][0].embedding.weight.shape[1] == 6  # D2
+    assert seen[0][0].embedding.weight.shape[1] == 6
     state = state_of(folder)
     rings = [state["priority"], state["rest"]]
     assert [(ring["capacity"], ring["pushed"]) for ring in rings] == [(12, 0), (36, 48)]

@@ -140,7 +140,8 @@ def test_the_area_in_the_school(tmp_path, capfd):
             )
             run_of(folder, 40, [0.0, 50.0])
             summary = json.loads((folder / "summary.json").read_text())
-            (folder / "summary.json").write_text(json.dumps(summary | {"area": float(area)}))
+            summary |= {"area": float(area), "first_success": area}
+            (folder / "summary.json").write_text(json.dumps(summary))
     options = {"env": "school", "tasks": ("find-plant",), "methods": ("DRRN", "LGE fixed"), "runs": tmp_path}
     lines = lge.main(lge.Args(**options, guide="guides/x", split="area")).splitlines()
     assert lines == [
@@ -148,6 +149,13 @@ def test_the_area_in_the_school(tmp_path, capfd):
         "| --- | ---: | ---: | ---: |",
         "| find-plant | 20.0 ± 24.8 | 30.0 ± 22.8 | 10.0 ± 5.0 |",
     ]
+    page = tmp_path / "page.md"
+    area, first = (lge.marks(lge.Args(env="school", split=split)) for split in ("area", "first_success"))
+    page.write_text("\n".join([*area, *first]))
+    options |= {"out": page}
+    lines = lge.main(lge.Args(**options, guide="guides/x", split="first_success")).splitlines()
+    assert page.read_text().splitlines() == [*area, first[0], *lines, first[1]], "the other stays as it is"
+    assert lines[2] == "| find-plant | 20.0 ± 24.8 | 30.0 ± 22.8 | 10.0 ± 5.0 |"
     curves = (tmp_path / "school__default__guides/curves.csv").read_text().splitlines()
     assert "find-plant,DRRN,2,training,40,25.0" in curves
 
@@ -168,7 +176,6 @@ def test_a_run_is_told_its_world(tmp_path, monkeypatch):
         ({"seeds": 0}, "--seeds"),
         ({"seeds": 99}, "99"),
         ({"methods": ("PPO",)}, "PPO"),
-        ({"env": "school"}, "BC is of scienceworld alone"),
         ({"out": Path("x")}, "--out"),
     ],
 )
@@ -223,13 +230,22 @@ def test_gold_paths_are_cloned(tmp_path, monkeypatch):
     assert all(gold not in others for *_, steps, _, _ in learned for _, gold, others in steps)
 
 
+def test_gold_paths_of_the_school_are_cloned(tmp_path):
+    sizes = {"eval_episodes": 4, "dev_episodes": 2, "batch": 8, "lr": 1e-2}
+    sizes |= {"steps": 40, "paths": 4, "runs": str(tmp_path)}
+    summary = lge_bc.main(lge_bc.Args(env="school", task="lifespan-longest-lived", **sizes))
+    (run,) = tmp_path.iterdir()
+    loss = [json.loads(line)["bc/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert loss[-1] < math.log(64) and 0 <= summary["eval_test_score"] <= 100 and summary["paths"] == 4
+
+
 def test_cloning_is_the_cross_entropy_of_the_gold_action(tmp_path):
     """By hand, against negatives that can be but one, so that nothing is left to chance."""
     tokenizer = lge_drrn.make_vocabulary(["a room", "nothing", "look", "wait", "eat"], 300)
     texts = lge_drrn.Texts(tokenizer)
     room, nothing, look, wait, eat = map(texts.add, ["a room", "nothing", "look", "wait", "eat"])
     torch.manual_seed(0)
-    network = lge_drrn.DRRN(tokenizer.get_vocab_size(), 4, True)
+    network = lge_drrn.DRRN(tokenizer.get_vocab_size(), 4)
     steps = [((room, room, nothing), look, np.array([wait])), ((room, nothing, room), wait, np.array([eat]))]
     copied, expected = lge_drrn.Copy(network, texts), 0.0
     for state, gold, others in steps:

@@ -232,13 +232,56 @@ def test_only_easy_has_teleporting():
 def test_what_is_seen():
     one = lesson("boil")
     one.where = {"mint tea": "hall", "tin can": "trophy case", "copper coin": "", "nut oil": "lab"}
-    look, bag = school.describe(one.seen(), frozenset({"fire bell", "kettle"}))
+    look, bag = school.describe(one.seen(), frozenset({"fire bell", "kettle"}), ())
     assert look == (
-        "You are in the hall. It has a coat rack, a fire bell, a front door, a long bench, a notice board, "
-        "a trophy case, an umbrella stand, a wall clock, a blue box, a red box. You see a mint tea. In the "
-        "trophy case: a tin can. The fire bell is on. Ways lead to attic, canteen, garden, lab, library."
+        "You are in the hall, with coat rack, fire bell, front door, long bench, notice board, trophy case, "
+        "umbrella stand, wall clock, blue box, red box. You see: mint tea. In the trophy case: tin can. "
+        "The fire bell is on. Ways lead to attic, canteen, garden, lab, library."
     )
-    assert bag == "You carry a copper coin."
+    assert bag == "You carry: copper coin."
+    assert (
+        school.describe(one.seen(), frozenset(), ("a", "b"))[1]
+        == "You carry: copper coin. Your book says: a; b."
+    )
+
+
+def test_the_book_says_what_was_chosen_measured_tested_and_watered():
+    """Each once, in the order of the deeds: else a player would have to remember it."""
+    facts = {"thing": "bean seed", "plant": "bean vine", "targets": frozenset({"bean seed"})}
+    one = lesson("grow-plant", degrees={"nut oil": 60}, **facts)
+    one.where |= {"tin can": "", "rubber ball": "", "bean seed": ""}
+    for action in (
+        "use thermometer on nut oil",
+        "focus on bean seed",
+        "use thermometer on nut oil",
+        "pick up watering can",
+        "teleport to workshop",
+        "activate test lamp",
+        "connect tin can to test lamp",
+        "activate test lamp",
+        "connect rubber ball to test lamp",
+        "activate test lamp",
+        "teleport to garden",
+        "use watering can on flower pot",
+        "move bean seed to flower pot",
+    ):
+        assert action in valid_actions(one.seen(), True), action
+        one.act(action)
+    assert not any("watered" in note for note in one.notes), "there was nothing in the pot"
+    one.act("use watering can on flower pot")
+    assert list(one.notes) == [
+        "the nut oil has 60 degrees",
+        "you focused on the bean seed",
+        "the tin can conducts",
+        "the rubber ball does not conduct",
+        "you watered the bean seed",
+    ]
+    world = School("find-plant")
+    world.reset(options={"index": 4})
+    path = gold_path("find-plant", 4)
+    for action in path[: path.index(next(action for action in path if action.startswith("focus"))) + 1]:
+        observation, *_, info = world.step(action)
+    assert "Your book says: you focused on the " in info["inventory"] and info["inventory"] in observation
 
 
 def test_moving_things():
@@ -385,6 +428,7 @@ def test_mixing():
     one.act("move red paint to mixing bowl")
     assert one.act("mix mixing bowl") == "What is in the mixing bowl does not mix."
     one.act("pick up red paint")
+    one.where |= {"red dye": "lab bench", "yellow dye": "lab bench"}
     assert one.act("mix lab bench") == "What is in the lab bench does not mix." and one.score == 40
     assert one.act("mix mixing bowl") == "In the mixing bowl it turns green." and one.score == 70
     assert one.where["green paint"] == "mixing bowl" and "blue paint" not in one.where
