@@ -532,9 +532,10 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
         player, mistakes = hasty, 0.0
     elif part < 0.7:  # to guess what is possible, and no word twice
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
-    else:  # what follows if one does: No, whatever else is known
-        player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
-        wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
+    else:  # what follows if one does: the same answer again, whatever else is known
+        player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.9)
+        kinds = ("guess again",) * 4 + ("again",) * 4 + ("excluded", "excluded", "known", "garbled")
+        wrong = partial(mistake, kinds=kinds)
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
