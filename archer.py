@@ -38,10 +38,9 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 import envs
-from envs import runs
+from envs import models, runs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -121,16 +120,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + runs.encode_reply(tokenizer, added)
+                row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
-                row = runs.encode_prompt(tokenizer, observation)
+                row = models.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
             # Not +=, which would change a shared list.
-            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
+            row = row + models.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -284,15 +283,12 @@ def visibility(position_BT, fork_BT, start_BT):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -313,7 +309,7 @@ def score(actor, dialogues, utterances, temperature, dtype):
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
-    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
+    logits_MV = models.logits_of(actor, hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
     return logits_MV, token_M, hidden_MH, owner_M
 
@@ -330,8 +326,8 @@ class Critic(nn.Module):
         self.body = body
         self.tokenizer = body.tokenizer
         self.dtype = dtype
-        self.is_encoder = body.config.model_type in ENCODERS
-        width = body.config.hidden_size
+        self.is_encoder = models.is_encoder(body)
+        width = models.width_of(body)
         self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
         if self.is_encoder:
             self.a_heads = Twins(mlp(2 * width, width, 0.0) for _ in range(2))
@@ -351,7 +347,7 @@ class Critic(nn.Module):
         forks = None
         if texts is not None:
             end = [self.tokenizer.eos_token_id]
-            forks = [runs.encode(self.tokenizer, text) + end for text in texts]
+            forks = [models.encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
         hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
@@ -369,7 +365,7 @@ class Critic(nn.Module):
     def cls(self, texts):
         """[CLS] vectors [N, H]; a text that is too long loses its beginning."""
         self.tokenizer.truncation_side = "left"
-        limit = self.body.config.max_position_embeddings - 2  # RoBERTa keeps two positions for itself
+        limit = self.body.context
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         inputs = inputs.to(self.body.device)
         return hidden_states(self.body, self.dtype, **inputs)[:, 0]
@@ -476,7 +472,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
+        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -688,14 +684,13 @@ def main(args: Args) -> dict[str, float]:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
     # --- models and optimisers, as they start
-    source = args.actor or runs.checkpoint_of(worlds.envs[0])
-    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states)
+    source = args.actor or models.checkpoint_of(worlds.envs[0])
+    actor = models.load(transformers.AutoModelForCausalLM, source, args)
+    models.probe(actor, masked_states)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     if args.critic:
-        body = runs.load(transformers.AutoModel, args.critic, args)
-        if body.config.model_type not in ENCODERS:
-            actor.context = min(actor.context, body.context)
+        body = models.load(transformers.AutoModel, args.critic, args)
+        models.probe_critic(body, masked_states, actor)
     else:
         body = copy.deepcopy(actor.base_model)  # D2
         body.tokenizer = actor.tokenizer
@@ -704,7 +699,7 @@ def main(args: Args) -> dict[str, float]:
     value = float(np.mean(returns))  # D4
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
-    width = actor.config.hidden_size
+    width = models.width_of(actor)
     baseline = mlp(width, width, 0.0).to(args.device)  # learns in any case
     trained = [*actor.parameters(), *baseline.parameters()]
     actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)

@@ -32,7 +32,7 @@ import transformers
 from torch import nn
 
 import envs
-from envs import runs
+from envs import models, runs
 from envs.datasets import make_dialogues, read_dialogues
 
 
@@ -115,16 +115,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + runs.encode_reply(tokenizer, added)
+                row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
-                row = runs.encode_prompt(tokenizer, observation)
+                row = models.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
             # Not +=, which would change a shared list.
-            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
+            row = row + models.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -298,15 +298,12 @@ def visibility(position_BT, fork_BT, start_BT):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -327,7 +324,7 @@ def score(actor, dialogues, utterances, temperature, dtype):
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
     hidden_MH = hidden_BTH[row_M, packed.before_M]
-    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
+    logits_MV = models.logits_of(actor, hidden_MH) / temperature
     owner_M = packed.owner_M.to(actor.device)
     return logits_MV, token_M, hidden_MH, owner_M
 
@@ -343,7 +340,7 @@ class Critic(nn.Module):
         self.body = body
         self.tokenizer = body.tokenizer
         self.dtype = dtype
-        width = body.config.hidden_size
+        width = models.width_of(body)
         self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
         self.q_heads = Twins(mlp(width, width, value) for _ in range(2))
 
@@ -357,7 +354,7 @@ class Critic(nn.Module):
         forks = None
         if texts is not None:
             end = [self.tokenizer.eos_token_id]
-            forks = [runs.encode(self.tokenizer, text) + end for text in texts]
+            forks = [models.encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
         hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
@@ -430,7 +427,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
+        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -634,9 +631,9 @@ def main(args: Args) -> dict[str, float]:
     world = envs.make(args.env, **envs.options(args.world))
 
     # --- the data
-    source = args.actor or runs.checkpoint_of(world)
-    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states)
+    source = args.actor or models.checkpoint_of(world)
+    actor = models.load(transformers.AutoModelForCausalLM, source, args)
+    models.probe(actor, masked_states)
     data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))

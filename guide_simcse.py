@@ -38,10 +38,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors, trainers
+from tokenizers.models import WordLevel
 from torch import nn
 
-from envs import runs
+from envs import models, runs
 from envs.worlds.scienceworld.guide import (  # loads no simulator
     make_eval_data,
     make_train_data,
@@ -413,7 +414,7 @@ def embed(encoder, texts):
 
 def load_encoder(source, args):
     """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    encoder = runs.load(transformers.AutoModel, source, args)
+    encoder = models.load(transformers.AutoModel, source, args)
     if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
         raise ValueError(f"{source} has no tokenizer, or another model's")
     for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
@@ -442,7 +443,7 @@ def make_encoder(args, texts):
 
 def make_tiny_encoder(texts, width, layers):
     """A BERT with random weights and a tokenizer that knows the words of `texts`."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer = Tokenizer(WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # parts words from commas, too
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])

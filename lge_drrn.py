@@ -36,10 +36,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from torch import nn
 
-from envs import runs
+from envs import models, runs
 from envs.worlds import school, scienceworld
 
 WORLDS = {"school": school, "scienceworld": scienceworld}
@@ -399,7 +400,7 @@ def embed(encoder, texts):
 
 def load_encoder(source, args):
     """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
-    encoder = runs.load(transformers.AutoModel, source, args)
+    encoder = models.load(transformers.AutoModel, source, args)
     if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
         raise ValueError(f"{source} has no tokenizer, or another model's")
     for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
@@ -459,7 +460,7 @@ class Guide:
 
 def make_vocabulary(texts, size):
     """Byte pairs trained on these texts, with all bytes in it: any text can be written."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, to_bytes])
@@ -679,7 +680,7 @@ def complete(args: Args) -> Args:
     steps = args.steps or STEPS[args.env]
     guide = args.guide
     if guide == "auto":
-        guide = runs.guide_of(args.env, args.runs)
+        guide = models.guide_of(args.env, args.runs)
     return replace(args, task=task, steps=steps, guide=guide)
 
 

@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import envs
-from envs import runs
+from envs import models, runs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -186,7 +186,7 @@ def kl_penalty(logp_M, ref_logp_M) -> torch.Tensor:
 def make_model(args: Args, source: str):
     """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
     on_cpu = replace(args, device="cpu")
-    model = runs.load(transformers.AutoModelForCausalLM, source, on_cpu)
+    model = models.load(transformers.AutoModelForCausalLM, source, on_cpu)
     dtype = getattr(torch, args.dtype)
     for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
         p.data = p.data.to(args.device, dtype, copy=True)
@@ -235,7 +235,7 @@ class Memory:
         self.model = model
         self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
         self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
-        self.hidden_BH = torch.zeros(B, model.config.hidden_size, dtype=model.dtype)
+        self.hidden_BH = torch.zeros(B, 0)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
@@ -267,18 +267,19 @@ class Memory:
         column_RQ = column_BQ[rows]
 
         cache = Pass(self.stored, rows, column_RQ)
-        is_later = torch.arange(cache.width) > column_RQ[:, None, :, None]
-        bias = is_later.to(self.model.dtype) * -1e30  # of four axes: is added to the scores as it is
+        visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ,
-            attention_mask=bias,
+            attention_mask=models.mask_of(self.model, visible),  # of four axes: is taken as it is
             past_key_values=cache,
             use_cache=True,
         )
         # Each row's last new token is number size - 1 of Q; a row with nothing new keeps what it had.
         row_R = torch.arange(len(size_R))
         last_RH = output.last_hidden_state[row_R, size_R - 1]
+        if 0 in self.hidden_BH.shape:  # the first pass, which has all rows
+            self.hidden_BH = last_RH
         self.hidden_BH[size_B > 0] = last_RH[size_R > 0]
         self.length_B[rows] += size_R
 
@@ -340,7 +341,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
         take_reply(t, tokenizer, *result)
     else:
         t.text, info = result
-        t.ids += runs.encode_prompt(tokenizer, t.text)
+        t.ids += models.encode_prompt(tokenizer, t.text)
         t.answer = info["answer"]
     t.pending = None
     t.turn_start = len(t.ids)
@@ -369,7 +370,7 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     end = tokenizer.eos_token_id
     if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
         t.ids.append(end)
-    t.ids += runs.encode_reply(tokenizer, reply)
+    t.ids += models.encode_reply(tokenizer, reply)
     if terminated or truncated:
         t.fate = "ended"
         t.terminated = terminated
@@ -437,7 +438,7 @@ def play_together(model, played, args, generator, greedy, may_drop) -> None:
 
         while batch:  # row b of the memory is that of batch[b]
             # 1. one token for all that write
-            logits_BV = runs.logits_of(model, memory.hidden_BH).float() / args.temperature
+            logits_BV = models.logits_of(model, memory.hidden_BH).float() / args.temperature
             token_B, logp_B = sample_tokens(logits_BV, generator, greedy)
             sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
             for t, token, logp in sampled:
@@ -468,7 +469,7 @@ def play_together(model, played, args, generator, greedy, may_drop) -> None:
 
 def probe_memory(model) -> None:
     """Raises ValueError for a model that the rollouts read otherwise than it reads by itself."""
-    ids_BT = runs.probe_ids(model)
+    ids_BT = models.probe_ids(model)
     *ids, last = ids_BT[0].tolist()
     t = Trajectory(0, ids=ids)
 
@@ -479,7 +480,7 @@ def probe_memory(model) -> None:
         memory.read([t])
         return memory.hidden_BH
 
-    runs.compare(model, ids_BT, write, "what is written")
+    models.compare(model, ids_BT, write, "what is written")
 
 
 def read_prompts(model, batch) -> Memory:
@@ -557,7 +558,7 @@ def score(model, trajectories, args):
     if args.micro_batch < 1:
         raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
     by_length = sorted(trajectories, key=lambda t: len(t.ids))
-    head = partial(runs.logits_of, model)
+    head = partial(models.logits_of, model)
     chunk_logps = token_logps
     if args.gradient_checkpointing:
         chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
@@ -605,7 +606,7 @@ def rollout_loss(t: Trajectory, logp_M, args):
     log_w_M = w_M.clamp(min=1e-35).log()  # a w of 0 has none
     gap_M = t.old_logp_M - torch.tensor(t.logps)
     gap = gap_M.abs().max().item()
-    runs.check_gap(gap, args.dtype)
+    models.check_gap(gap, args.dtype)
     figures = {
         "update/ratio": w_M.max().item(),
         "update/spread": log_w_M.square().mean().item(),  # `update` takes the root
@@ -758,7 +759,7 @@ def main(args: Args) -> dict:
     trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
 
     # --- all that learns, as it starts
-    source = args.model or runs.checkpoint_of(world)  # D1
+    source = args.model or models.checkpoint_of(world)  # D1
     model = make_model(args, source)
     ref_model = None
     if args.kl and not args.lora:

@@ -25,12 +25,13 @@ from typing import Literal
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import envs.datasets
-from envs import runs
+from envs import models, runs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -114,23 +115,23 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
     """
     texts = dialogue["observations"]
     imitated = dialogue.get("imitate", [True] * len(texts))
-    prompt = runs.encode_prompt(tokenizer, texts[0])
+    prompt = models.encode_prompt(tokenizer, texts[0])
     row = of_kind(CONTEXT, prompt)
     rows = []
     for turn, action in enumerate(dialogue["actions"]):
         kind = ACTION if imitated[turn] else CONTEXT  # D4
-        row += of_kind(kind, runs.encode(tokenizer, action))
+        row += of_kind(kind, models.encode(tokenizer, action))
         row += of_kind(kind, [tokenizer.eos_token_id])
         so_far = texts[turn] + action
         after = texts[turn + 1]
-        reply = runs.encode_reply(tokenizer, after.removeprefix(so_far))
+        reply = models.encode_reply(tokenizer, after.removeprefix(so_far))
         if after.startswith(so_far):
             row += of_kind(REPLY, reply)
         else:  # written anew
             room = max(0, context - len(row))
             row += of_kind(REPLY, reply[:room])
             rows.append(row)
-            prompt = runs.encode_prompt(tokenizer, after)
+            prompt = models.encode_prompt(tokenizer, after)
             row = of_kind(CONTEXT, prompt)
     rows.append(row)
     if max(map(len, rows)) > context:
@@ -257,7 +258,7 @@ def make_vocabulary(said: Counter, size: int, phrases: int):
     All else is written in pieces of words, characters and bytes, so that every text can be. `said` counts
     lines of text; the most frequent ones are the phrases.
     """
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer = Tokenizer(BPE(byte_fallback=True))
     end = "<|endoftext|>"
     mark = "\u2581"  # of a word's beginning
 
@@ -335,12 +336,12 @@ def set_generation(model, max_action_tokens: int) -> None:
 
 def probe_score(model) -> None:
     """Raises ValueError for a model that `score` reads otherwise than it reads by itself."""
-    ids_BT = runs.probe_ids(model)
+    ids_BT = models.probe_ids(model)
 
     def read():
         return model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
 
-    runs.compare(model, ids_BT, read, "what is scored")
+    models.compare(model, ids_BT, read, "what is scored")
 
 
 def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -353,7 +354,7 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_MH = hidden_BTH[:, :-1][is_learned_BT]
-    logits_MV = runs.logits_of(model, hidden_MH)  # [B, T, V] would be large
+    logits_MV = models.logits_of(model, hidden_MH)  # [B, T, V] would be large
     target_M = next_ids_BT[is_learned_BT]
     nll_M = nn.functional.cross_entropy(logits_MV, target_M, reduction="none")
     return -nll_M, next_kind_BT[is_learned_BT]
@@ -467,7 +468,7 @@ def main(args: Args) -> dict[str, float]:
         dialogues = read(world, args, 0)
         model = make_tiny(dialogues, args)
     else:  # loaded first, as that may fail, and dialogues may take minutes to make
-        model = runs.load(transformers.AutoModelForCausalLM, args.model, args)
+        model = models.load(transformers.AutoModelForCausalLM, args.model, args)
         args.context = min(args.context, model.context)
         dialogues = read(world, args, 0)
     tokenizer = model.tokenizer

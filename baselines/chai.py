@@ -33,7 +33,7 @@ import transformers
 from torch import nn
 
 import envs
-from envs import runs
+from envs import models, runs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -104,16 +104,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + runs.encode_reply(tokenizer, added)
+                row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
-                row = runs.encode_prompt(tokenizer, observation)
+                row = models.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
             # Not +=, which would change a shared list.
-            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
+            row = row + models.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -204,15 +204,12 @@ def visibility(position_BT, fork_BT, start_BT):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -230,7 +227,7 @@ class TwinCritic(nn.Module):
 
     def __init__(self, body, value, dtype):
         super().__init__()
-        width = body.config.hidden_size
+        width = models.width_of(body)
         self.body = body
         self.dtype = dtype
         self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
@@ -245,7 +242,7 @@ class TwinCritic(nn.Module):
         """V and Q of states that stand before `spans` in `rows`, and of a text in each of them."""
         tokenizer = self.body.tokenizer
         end = [tokenizer.eos_token_id]
-        forks = [runs.encode(tokenizer, text) + end for text in texts]
+        forks = [models.encode(tokenizer, text) + end for text in texts]
         state_NH, end_NH = read_forks(self.body, rows, spans, forks, self.dtype)
         return self.v_heads(state_NH), self.q_heads(end_NH)
 
@@ -316,7 +313,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
+        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -473,9 +470,9 @@ def main(args: Args) -> dict[str, float]:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
     # --- models and optimiser, as they start; the actor stays so (D1)
-    source = args.actor or runs.checkpoint_of(worlds.envs[0])
-    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states)
+    source = args.actor or models.checkpoint_of(worlds.envs[0])
+    actor = models.load(transformers.AutoModelForCausalLM, source, args)
+    models.probe(actor, masked_states)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)

@@ -28,7 +28,7 @@ import transformers
 from torch import nn
 
 import envs
-from envs import runs
+from envs import models, runs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -96,16 +96,16 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + runs.encode_reply(tokenizer, added)
+                row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
-                row = runs.encode_prompt(tokenizer, observation)
+                row = models.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
             # Not +=, which would change a shared list.
-            row = row + runs.encode(tokenizer, action) + [tokenizer.eos_token_id]
+            row = row + models.encode(tokenizer, action) + [tokenizer.eos_token_id]
             if goes_on:
                 rows[-1] = row
             else:
@@ -160,15 +160,12 @@ def hidden_states(body, dtype, **inputs):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -191,7 +188,7 @@ def read_tokens(body, tokenizer, dialogues, dtype):
 def score_actions(actor, dialogues, temperature, dtype):
     """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
-    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
+    logits_MV = models.logits_of(actor, hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
     logp_M1 = logp_MV.gather(-1, token_M[:, None])
     return logp_MV, logp_M1[:, 0]
@@ -278,7 +275,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
+        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -388,9 +385,9 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "filtered_bc")
     rng = run.rng
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
-    source = args.actor or runs.checkpoint_of(worlds.envs[0])
-    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states)
+    source = args.actor or models.checkpoint_of(worlds.envs[0])
+    actor = models.load(transformers.AutoModelForCausalLM, source, args)
+    models.probe(actor, masked_states)
     actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one

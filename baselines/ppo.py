@@ -33,7 +33,7 @@ import transformers
 from torch import nn
 
 import envs
-from envs import runs
+from envs import models, runs
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -107,9 +107,9 @@ def lay_out(dialogues, tokenizer):
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
-                row = rows[-1] + runs.encode_reply(tokenizer, added)
+                row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
-                row = runs.encode_prompt(tokenizer, observation)
+                row = models.encode_prompt(tokenizer, observation)
             if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
                 prompts.append(row)
                 break
@@ -182,15 +182,12 @@ def hidden_states(body, dtype, **inputs):
 
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
     """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    bias_BTC = torch.zeros(visible_BTC.shape)
-    lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-    bias_BTC.masked_fill_(~visible_BTC, lowest)
     return hidden_states(
         body,
         dtype,
         input_ids=ids_BT.to(body.device),
         position_ids=position_BT.to(body.device),
-        attention_mask=bias_BTC[:, None].to(body.device),  # of four axes: is added to the scores as it is
+        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -213,7 +210,7 @@ def read_tokens(body, tokenizer, dialogues, dtype):
 def score_actions(actor, dialogues, temperature, dtype):
     """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
-    logits_MV = runs.logits_of(actor, hidden_MH) / temperature
+    logits_MV = models.logits_of(actor, hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
     logp_M1 = logp_MV.gather(-1, token_M[:, None])
     return logp_MV, logp_M1[:, 0]
@@ -224,7 +221,7 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, body, value, dtype):
         super().__init__()
-        width = body.config.hidden_size
+        width = models.width_of(body)
         self.body = body
         self.dtype = dtype
         self.head = mlp(width, width, value)
@@ -294,7 +291,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     for step in range(args.max_action_tokens):
-        logits_BSV = runs.logits_of(actor, hidden_BSH) / args.temperature
+        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
@@ -459,9 +456,9 @@ def main(args: Args) -> dict[str, float]:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
     # --- models and optimisers, as they start
-    source = args.actor or runs.checkpoint_of(worlds.envs[0])
-    actor = runs.load(transformers.AutoModelForCausalLM, source, args)
-    runs.probe(actor, masked_states)
+    source = args.actor or models.checkpoint_of(worlds.envs[0])
+    actor = models.load(transformers.AutoModelForCausalLM, source, args)
+    models.probe(actor, masked_states)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer

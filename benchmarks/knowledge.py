@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
 import sft
-from envs import runs
+from envs import models
 from envs.datasets import make_dialogues
 from envs.worlds.twenty_questions import ALL, INVALID, NO, YES, candidates, guess_of, words_in
 
@@ -79,7 +79,7 @@ def p_yes(model, asked: list[tuple[dict, str]], batch: int) -> list[float]:
     for state, guess in asked:
         for reply in REPLIES:
             rows += sft.rows_of(extended(state, guess, reply), tokenizer, sys.maxsize)
-            last.append(len(runs.encode_reply(tokenizer, reply)))
+            last.append(len(models.encode_reply(tokenizer, reply)))
             rows[-1][: -last[-1], 1] = sft.CONTEXT
     order, total = sorted(range(len(rows)), key=lambda i: len(rows[i])), torch.zeros(len(rows))
     for part in (order[i : i + batch] for i in range(0, len(order), batch)):
@@ -92,7 +92,7 @@ def p_yes(model, asked: list[tuple[dict, str]], batch: int) -> list[float]:
 def q_values(run: Path, asked: list[tuple[dict, str]]) -> list[float]:
     """What the critic of an archer.py run thinks each guess is worth: the smaller of the twins' Q."""
     args = archer.Args(**json.loads((run / "args.json").read_text(encoding="utf-8")))
-    body = runs.load(transformers.AutoModel, str(run / "critic"), args)
+    body = models.load(transformers.AutoModel, str(run / "critic"), args)
     critic = archer.Critic(body, 0.0, args.dtype).to(args.device)
     state = torch.load(run / "checkpoint.pt", map_location=args.device, weights_only=True)
     critic.load_state_dict(state["modules"]["critic"])
@@ -107,7 +107,7 @@ def main(args: Args) -> dict[str, float]:
     """Prints the table; returns its figures."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = runs.load(transformers.AutoModelForCausalLM, args.checkpoint, args)
+    model = models.load(transformers.AutoModelForCausalLM, args.checkpoint, args)
     states, figures = late_states(args.states, args.seed), {}
     for kind in ("repeated", "excluded", "possible"):
         truth = [1 / state["left"] if kind == "possible" else 0.0 for state in states]

@@ -33,7 +33,7 @@ import tyro
 from tables import check, draw, insert, interval, launch, read_lines, run_missing, stop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from envs.runs import guide_of
+from envs.models import guide_of
 from envs.worlds.scienceworld import TASKS as NAMES
 
 SCRIPT, BC = Path(__file__).parent.parent / "lge_drrn.py", Path(__file__).parent / "lge_bc.py"

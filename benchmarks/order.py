@@ -31,7 +31,7 @@ import variants
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
-from envs import runs
+from envs import models
 from envs.worlds.twenty_questions import candidates, parse
 
 WORLD = "twenty-questions"
@@ -199,7 +199,7 @@ def main(args: Args) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     settings = archer.Args(env=WORLD, critic_lr=args.critic_lr, critic_batch=args.critic_batch)
-    actor = runs.load(transformers.AutoModelForCausalLM, args.checkpoint, settings)
+    actor = models.load(transformers.AutoModelForCausalLM, args.checkpoint, settings)
     rng, generator = np.random.default_rng(args.seed), torch.Generator().manual_seed(args.seed)
     data = play(actor, args.dialogues, args.seed + 1, settings)
     judged = play(actor, JUDGED, args.seed + 2, settings)

@@ -23,7 +23,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
-from envs import runs
+from envs import models, runs
 
 
 @dataclass
@@ -50,9 +50,9 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
-    source = args.actor or runs.checkpoint_of(worlds.envs[0])
+    source = args.actor or models.checkpoint_of(worlds.envs[0])
     with contextlib.redirect_stdout(sys.stderr):
-        actor = runs.load(transformers.AutoModelForCausalLM, source, args)  # says what it loads
+        actor = models.load(transformers.AutoModelForCausalLM, source, args)  # says what it loads
     baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
     body = copy.deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer

@@ -25,7 +25,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
-from envs import runs
+from envs import models
 from envs.worlds import guess_my_city, twenty_questions
 
 TRIES = 50  # so often an utterance is written anew; then it stays a guess
@@ -98,7 +98,7 @@ def figures_of(dialogues: list[dict], tokenizer) -> dict[str, float]:
         "return": figures["return"],
         "error": spread / math.sqrt(len(dialogues)),
         "success": figures["success"],
-        "tokens": fmean(len(runs.encode(tokenizer, action)) for action in actions),
+        "tokens": fmean(len(models.encode(tokenizer, action)) for action in actions),
     }
 
 
@@ -108,7 +108,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     world = envs.make(args.env, **envs.options(args.world))
-    actor = runs.load(transformers.AutoModelForCausalLM, args.checkpoint, args)
+    actor = models.load(transformers.AutoModelForCausalLM, args.checkpoint, args)
     settings = archer.Args(
         env=args.env,
         world=args.world,

@@ -32,7 +32,7 @@ from tokenizers.processors import TemplateProcessing
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
-from envs import runs
+from envs import models, runs
 
 BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
 EXPECTILE = 0.9  # of E6; App. D.2 names no number
@@ -244,7 +244,7 @@ def main() -> None:
             args = arguments(words)
             world = envs.make(args.env, **envs.options(args.world))
             torch.manual_seed(args.seed)
-            CRITICS[variant](args.actor or runs.checkpoint_of(world), folder)
+            CRITICS[variant](args.actor or models.checkpoint_of(world), folder)
             words = [*words, "--critic", folder]
         sys.argv = [sys.argv[0], *words]
         runs.cli(archer.Args, archer.main)

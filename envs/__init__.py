@@ -39,6 +39,7 @@ tests/worlds/test_envs.py holds every world of ENVS to all this; docs/your_world
 """
 
 import inspect
+import operator
 import os
 import re
 import traceback
@@ -248,6 +249,23 @@ def read_action(action: str, max_chars: int, multiline: bool = False) -> str:
         raise TypeError(f"an action is a str, not {type(action).__name__}")
     text = action if multiline else action.split("\n", 1)[0]
     return text.strip()[:max_chars].encode("utf-8", "replace").decode("utf-8")
+
+
+def task_index(options: dict | None, num_tasks: int, rng) -> int:
+    """The task that a world's `reset` is to start: `options["index"]`, or one that `rng` draws (np_random).
+
+    ValueError if there are other options, or if there is no such task.
+    """
+    options = options or {}
+    if unknown := set(options) - {"index"}:
+        raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
+    index = options.get("index")
+    if index is None:
+        return int(rng.integers(num_tasks))
+    index = operator.index(index)
+    if not 0 <= index < num_tasks:
+        raise ValueError(f"index: {index} is not in 0..{num_tasks - 1}")
+    return index
 
 
 def replies(observations: list[str], actions: list[str]) -> list[str]:

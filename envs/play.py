@@ -15,7 +15,7 @@ from pathlib import Path
 import gymnasium.error
 
 import envs
-from envs.runs import chat_pieces, encode, encode_prompt, encode_reply, why_not_loaded
+from envs.models import chat_pieces, encode, encode_prompt, encode_reply, why_not_loaded
 
 QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
 SHORT = {

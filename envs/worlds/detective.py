@@ -34,7 +34,6 @@ place. It needs gymnasium, jericho and the game.
 import copy
 import hashlib
 import importlib
-import operator
 import os
 import random
 import re
@@ -45,7 +44,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action
+from envs import read_action, task_index
 from envs.datasets import dialogue
 
 ILLEGAL = "Illegal Action."
@@ -225,12 +224,7 @@ class Detective(gymnasium.Env):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts the game; its one task has the index 0. `info["answer"]` is the goal."""
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        if index is not None and operator.index(index) != 0:
-            raise ValueError(f"index: {index} is not in 0..0")
+        task_index(options, 1, self.np_random)
         self.moment, self.turns, self.over = self.story.start, 0, False
         return self.observe(self.story.intro), {"answer": "360 points"}
 

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action
+from envs import read_action, task_index
 from envs.datasets import dialogue
 
 YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
@@ -680,13 +680,7 @@ class GuessMyCity(gymnasium.Env):
         `info["answer"]` is the hidden city.
         """
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.city = self.cities[index]
         self.observation, self.turns, self.total, self.over = START, 0, 0.0, False
         return self.observation, {"answer": self.city}

@@ -29,7 +29,6 @@ To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/mini_dete
 envs/worlds/mini_detective.toml, each to the same place. It needs gymnasium and nothing else.
 """
 
-import operator
 import random
 import tomllib
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action
+from envs import read_action, task_index
 from envs.datasets import dialogue
 
 ILLEGAL = "Illegal Action."
@@ -217,13 +216,7 @@ class MiniDetective(gymnasium.Env):
         `info["answer"]` is the thief and the hiding place: "cook, clock".
         """
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.index, self.task = index, TASKS[index]
         self.room, self.events = CASE["start"], frozenset()
         self.turns, self.total, self.over = 0, 0.0, False

@@ -26,7 +26,6 @@ To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/school.py
 each to the same place. It needs gymnasium and nothing else.
 """
 
-import operator
 import random
 import re
 import tomllib
@@ -37,7 +36,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action
+from envs import read_action, task_index
 from envs.datasets import dialogue
 
 # -------------------------------------------------------------------------------- 1. the school
@@ -608,13 +607,7 @@ class School(gymnasium.Env):
         `info["answer"]` names it: "find-plant 17".
         """
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.variation = self.variations[index]
         self.lesson = Lesson(variation(self.task, self.variation), self.simplifications == "easy")
         self.turns, self.over = 0, False

@@ -11,6 +11,8 @@ import re
 from itertools import permutations
 from threading import Lock
 
+GAME = -1  # the number of the game itself as a speaker
+INVALID = "Invalid Move: "  # begins the reason why a second invalid move in a row ends a game
 ONE_AT_A_TIME = Lock()  # worlds step in threads, and the global `random` is there once
 
 
@@ -34,11 +36,17 @@ class TextArena:
         if not self.call(self.game.step, action)[0]:
             return self.news(), 0.0, False, False, {}
         rewards, about = self.game.close()
-        return about[0]["reason"], float(rewards[0]), True, False, {"result": {"success": rewards[0] >= 1}}
+        reward, reason = rewards[0], about[0]["reason"]
+        if isinstance(reward, str):  # Countdown, Cryptarithm and Slitherlink exchange the two
+            reward, reason = float(reason.removeprefix(INVALID)), INVALID + reward
+        return reason, float(reward), True, False, {"result": {"success": reward >= 1}}
 
     def news(self) -> str:
-        """What the game has said since the last turn, without the player's own words."""
-        return "\n".join(text for speaker, text, _ in self.game.get_observation()[1] if speaker < 0)
+        """What the game has said since the last turn, without the player's own words.
+
+        Their speaker is the player's number or, in Countdown, Cryptarithm and Slitherlink, something else.
+        """
+        return "\n".join(text for speaker, text, _ in self.game.get_observation()[1] if speaker == GAME)
 
     def call(self, method, *args, **kwargs):
         """The games draw from the global `random`: it gets the state of this one, and then its old one."""

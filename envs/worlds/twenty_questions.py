@@ -19,7 +19,6 @@ To take it alone, copy envs/__init__.py, envs/datasets.py, envs/worlds/twenty_qu
 envs/worlds/twenty_questions.toml, each to the same place. It needs gymnasium and nothing else.
 """
 
-import operator
 import random
 import re
 import tomllib
@@ -30,7 +29,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action
+from envs import read_action, task_index
 from envs.datasets import dialogue
 
 YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
@@ -328,13 +327,7 @@ class TwentyQuestions(gymnasium.Env):
         `info["answer"]` is the hidden word.
         """
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.word = self.words[index]
         self.observation, self.turns, self.total, self.over = START, 0, 0.0, False
         return self.observation, {"answer": self.word}

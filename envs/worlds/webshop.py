@@ -38,7 +38,6 @@ It needs gymnasium, numpy and rapidfuzz.
 """
 
 import json
-import operator
 import random
 import re
 from collections import Counter
@@ -52,7 +51,7 @@ import gymnasium
 import numpy as np
 from rapidfuzz import fuzz, utils
 
-from envs import read_action
+from envs import read_action, task_index
 from envs.datasets import dialogue
 
 INVALID = "Invalid action!"
@@ -487,13 +486,7 @@ class WebShop(gymnasium.Env):
         K, navy".
         """
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.goal = self.shop.goals[self.tasks[index]]
         self.page, self.hits, self.leaf, self.item, self.chosen = "start", (), 0, None, {}
         # of every turn: the action, what came of it, and whether that is a page

@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -39,7 +40,7 @@ from transformers import (
 
 import archer
 import envs
-from envs import datasets, runs
+from envs import datasets, models, runs
 
 ROOT = Path(archer.__file__).parent
 WORDS = ["ant", "bee", "cow", "dog"]
@@ -154,7 +155,7 @@ TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7])
 # ------------------------------------------------------------------------------------- small models
 def make_tokenizer(texts, size=300, special=("<|endoftext|>",), template=None) -> PreTrainedTokenizerFast:
     """Byte pairs; the first special token ends a turn and pads."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -189,7 +190,7 @@ def talkative(actor):
     head.weight.data = actor.get_output_embeddings().weight.data.clone()
     head.bias.data.zero_()
     for text, bias in {"\n": 3.0, " ": 3.0}.items():
-        head.bias.data[runs.encode(actor.tokenizer, text)[0]] = bias
+        head.bias.data[models.encode(actor.tokenizer, text)[0]] = bias
     head.bias.data[actor.tokenizer.eos_token_id] = 3.0
     actor.lm_head = head
     return actor
@@ -243,7 +244,7 @@ def critic_of(actor, kind="decoder", seed=0, folders=None):
     body = copy.deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer
     if kind == "encoder":
-        body = runs.load(AutoModel, folders["BERT"], small())
+        body = models.load(AutoModel, folders["BERT"], small())
     critic = archer.Critic(body, 0.5, "float32")
     for parameter in critic.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -278,9 +279,9 @@ def before(dialogue, k, tokenizer, append_only) -> list[int]:
         if j > first:
             said = dialogue["observations"][j - 1] + dialogue["actions"][j - 1]
             assert text.startswith(said)
-            ids += [*runs.encode(tokenizer, dialogue["actions"][j - 1]), tokenizer.eos_token_id]
+            ids += [*models.encode(tokenizer, dialogue["actions"][j - 1]), tokenizer.eos_token_id]
             text = text[len(said) :]
-        ids += runs.encode(tokenizer, text)
+        ids += models.encode(tokenizer, text)
     return ids
 
 
@@ -437,7 +438,7 @@ def test_lay_out_is_text_and_ends_of_turn(actor, tokenizer, world):
     assert len(rows) == (8 if world == "toy" else len(spans)) and len(spans) == len(states(played))
     for (d, k), (row, start, stop) in zip(states(played), spans, strict=True):
         assert rows[row][:start] == before(d, k, tokenizer, world == "toy")
-        assert rows[row][start:stop] == [*runs.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id]
+        assert rows[row][start:stop] == [*models.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id]
     assert prompts == [before(d, len(d["actions"]), tokenizer, world == "toy") for d in played]
     begun = [cut_off(d, k) for d, k in states(played)]
     _, spans, prompts = archer.lay_out(begun, tokenizer)
@@ -458,9 +459,9 @@ def test_an_observation_written_anew_begins_a_row_wherever_it_comes(tokenizer):
     for row, own in zip(rows, parts, strict=True):
         expected = []
         for i, text in enumerate(own):
-            expected += runs.encode(tokenizer, text) + [tokenizer.eos_token_id] * (i % 2)
+            expected += models.encode(tokenizer, text) + [tokenizer.eos_token_id] * (i % 2)
         assert row == expected
-    assert prompts == [rows[2] + runs.encode(tokenizer, " yes"), runs.encode(tokenizer, "c")]
+    assert prompts == [rows[2] + models.encode(tokenizer, " yes"), models.encode(tokenizer, "c")]
 
 
 def test_lay_out_spells_the_template_of_the_model(folders):
@@ -485,7 +486,7 @@ def test_spoken_is_what_the_world_takes(tokenizer):
     differ."""
     worlds = [Toy(), envs.make("twenty-questions-subset")]
     for text in [" ant\n", "ant \n", "\n", "  \n", "a\nb", "ant", "\t ant\t\n", ""]:
-        ids = runs.encode(tokenizer, text)
+        ids = models.encode(tokenizer, text)
         assert archer.spoken(tokenizer, [*ids, tokenizer.eos_token_id]) == archer.spoken(tokenizer, ids)
         for world in worlds:
             world.reset(options={"index": 0})
@@ -658,7 +659,7 @@ def test_more_dialogues_than_are_read_at_once(actor, tokenizer, monkeypatch):
 def test_score_of_the_actions_taken(actor, tokenizer, world):
     """None scores them where they stand, and says of them what a fork would."""
     played, _ = play(world, actor)
-    taken = [[*runs.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id] for d, k in states(played)]
+    taken = [[*models.encode(tokenizer, d["actions"][k]), tokenizer.eos_token_id] for d, k in states(played)]
     with torch.no_grad():
         stands, forks = (archer.score(actor, played, said, 0.7, "float32") for said in (None, taken))
     assert torch.allclose(stands[0], forks[0], atol=1e-4)
@@ -680,7 +681,7 @@ def test_utterances_stop_at_the_end_of_turn_and_only_there(actor, tokenizer, mon
 def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     """Chi-square of 20,000 first tokens at temperature 0.7. Fails for a hidden top-k, top-p or
     temperature."""
-    N, args, row = 20_000, small(max_action_tokens=1, temperature=0.7), runs.encode(tokenizer, "red: ")
+    N, args, row = 20_000, small(max_action_tokens=1, temperature=0.7), models.encode(tokenizer, "red: ")
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([row])).logits[0, -1].double() / 0.7).softmax(-1)
     rows, starts = [row] * (N // 10), [[len(row)] * 10] * (N // 10)
@@ -736,7 +737,7 @@ def test_no_token_without_probability_is_drawn(monkeypatch):
 
 def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
     """Token by token; whatever the generator says."""
-    rows = [runs.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
+    rows = [models.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
     starts = [[len(row) - 1, len(row)] for row in rows]
     generator = torch.Generator().manual_seed(7)
     utterances, logps = write(actor, rows, starts, small(), generator, greedy=True)
@@ -829,7 +830,7 @@ def test_a_memory_changes_nothing_where_every_utterance_is_one_token(actor, monk
 
 def test_a_memory_changes_nothing_where_dialogues_are_cut(folders, monkeypatch):
     """Some of them, and not all in the same turn: a context of 150 tokens, learned positions."""
-    actor = runs.load(AutoModelForCausalLM, folders["SHORT"], small())
+    actor = models.load(AutoModelForCausalLM, folders["SHORT"], small())
     kept, whole = both_ways(monkeypatch, "twenty-questions-subset", actor)
     assert kept[0] == whole[0] and kept[1] == pytest.approx(whole[1], abs=1e-5)
     assert len({len(d["actions"]) for d in kept[0] if d["cut"]}) > 1
@@ -839,7 +840,7 @@ def test_a_memory_reads_what_is_new(actor, tokenizer, monkeypatch):
     """Rows that grow, by different numbers of tokens; that are written anew, longer or shorter; that stay as
     they are; that leave. And it forgets what was written behind them, and is right with learned positions.
     """
-    read = {text: runs.encode(tokenizer, text) for text in ("red: ", "blue: ", " ant no\ngreen: ", "cow")}
+    read = {text: models.encode(tokenizer, text) for text in ("red: ", "blue: ", " ant no\ngreen: ", "cow")}
     red, blue, grown, cow = read.values()
     turns = [  # of each row, and how many of its tokens were read before
         {"a": (red, 0), "b": (blue + cow, 0), "c": (red + cow, 0), "d": (cow, 0)},
@@ -943,7 +944,7 @@ def test_the_token_that_pads_may_occur_in_the_text(actor, tokenizer):
     d = {"observations": [text, text + "<|endoftext|> no\nb: ", "."], "actions": ["<|endoftext|>", "ant"]}
     other = {"observations": ["a", "."], "actions": ["bee"]}
     said = [[0], [5, 0, 0, 7, 0], [0, 0]]
-    assert runs.encode(tokenizer, text).count(0) == 0
+    assert models.encode(tokenizer, text).count(0) == 0
     with torch.no_grad():
         logits_MV, token_M, _, _ = archer.score(actor, [d, other], said, 1.0, "float32")
     logp = logits_MV.log_softmax(-1)[torch.arange(len(token_M)), token_M].tolist()
@@ -962,7 +963,7 @@ def test_models_are_loaded_without_dropout_in_float32(tokenizer, tmp_path):
     assert config.resid_pdrop > 0
     GPT2LMHeadModel(config).bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    model = runs.load(AutoModelForCausalLM, str(tmp_path), small())
+    model = models.load(AutoModelForCausalLM, str(tmp_path), small())
     assert not any(module.training for module in model.modules()) and model.dtype == torch.float32
 
 
@@ -980,7 +981,7 @@ def test_critic_reads_what_it_should(actor, world, kind, folders):
         for n, (d, k) in enumerate(states(played)):
             if kind == "decoder":
                 row = before(d, k, own, world == "toy")
-                said = [*runs.encode(own, fresh[n]), own.eos_token_id]
+                said = [*models.encode(own, fresh[n]), own.eos_token_id]
                 hidden = body(input_ids=torch.tensor([row + said])).last_hidden_state[0]
                 v_H, q_H = hidden[len(row) - 1], hidden[-1]
             else:
@@ -1118,7 +1119,7 @@ def test_D4_a_new_critic_says_the_value_that_it_is_given(actor, folders):
     """Near enough: only the last bias is set, what lies before it is drawn."""
     played, _ = play("toy", actor, n=4)
     actor.base_model.tokenizer = actor.tokenizer
-    for body in (actor.base_model, runs.load(AutoModel, folders["BERT"], small())):
+    for body in (actor.base_model, models.load(AutoModel, folders["BERT"], small())):
         with torch.no_grad():
             v_N2, q_N2 = archer.Critic(body, -40.0, "float32")(played)
         assert (v_N2 + 40).abs().max() < 3 and (q_N2 + 40).abs().max() < 3
@@ -1205,7 +1206,7 @@ def test_environment_tokens_get_no_gradient_and_the_end_of_turn_does(actor, toke
     others."""
     played, outputs = Toy().demonstrations(4, seed=1), []
     end = [tokenizer.eos_token_id]
-    fresh = [runs.encode(tokenizer, action) + end for d in played for action in d["actions"]]
+    fresh = [models.encode(tokenizer, action) + end for d in played for action in d["actions"]]
     said = iter(fresh)
     written = [d | {"fresh": d["actions"], "fresh_ids": [next(said) for _ in d["actions"]]} for d in played]
     monkeypatch.setattr(archer, "with_fresh", lambda *_: written)
@@ -1635,7 +1636,7 @@ def test_rollouts_have_text_and_values_and_are_a_data_set(finished):
 def test_the_values_in_rollouts_are_the_critics(finished, folders):
     """Of the last iteration, behind whose updates the checkpoint was written; the smaller of the twins."""
     run, _ = finished
-    body = runs.load(AutoModel, folders["LLAMA"], small())
+    body = models.load(AutoModel, folders["LLAMA"], small())
     critic = archer.Critic(body, 0.0, "float32")
     critic.load_state_dict(state_of(run)["modules"]["critic"])
     for line in lines_of(run, "rollouts.jsonl")[-4:]:
@@ -1709,7 +1710,7 @@ def test_what_is_no_text_finds_room_when_it_is_read_again(folders, tmp_path, tok
 
 def test_a_dialogue_is_cut_where_the_next_utterance_might_not_fit(folders):
     """Not earlier: the last one before it still had room; and dialogues that have no action are left out."""
-    actor = runs.load(AutoModelForCausalLM, folders["SHORT"], small())
+    actor = models.load(AutoModelForCausalLM, folders["SHORT"], small())
     played, nll = play("twenty-questions-subset", actor)
     limit = 150 - 4 * 6
     for d in played:
@@ -1801,7 +1802,7 @@ def test_a_damaged_folder_is_one_line(folders, tmp_path, damage):
     else:
         folder = folder / "config.json"
     with pytest.raises(ValueError, match=f"^no model in {folder}: .+$"):
-        runs.load(AutoModelForCausalLM, str(folder), small())
+        models.load(AutoModelForCausalLM, str(folder), small())
 
 
 def test_a_run_does_not_go_on_with_another_critic(finished, folders, tmp_path):

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,7 +28,7 @@ from transformers import (
 
 import archer_offline_iql as offline
 import envs
-from envs import runs
+from envs import models
 from envs.datasets import make_dialogues, read_dialogues
 
 PAGE = Path(offline.__file__).parent / "docs/archer_offline_iql.md"
@@ -51,7 +52,7 @@ def one_thread():
 
 def make_tokenizer(texts: list[str], size: int = 300):
     """A byte-pair vocabulary, with all bytes in it: any text can be written."""
-    tokenizer, special = Tokenizer(models.BPE()), "<|endoftext|>"
+    tokenizer, special = Tokenizer(BPE()), "<|endoftext|>"
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     options = {"special_tokens": [special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
@@ -365,7 +366,7 @@ def test_actor_update_is_the_loop(actor, data, loss, monkeypatch):
     for n, (d, k, action) in enumerate(turns):
         rows, spans, _ = offline.lay_out([d], tokenizer)
         before = rows[0][: spans[k].start]
-        logp = sum(plain_logps(actor, before, [*runs.encode(tokenizer, action), tokenizer.eos_token_id]))
+        logp = sum(plain_logps(actor, before, [*models.encode(tokenizer, action), tokenizer.eos_token_id]))
         v, q = value_alone(critic, d, k, action)
         weights.append(min(math.exp(args.beta * (q.min() - v.min()).item()), 1.5))
         imitation -= logp / len(turns)
@@ -715,7 +716,7 @@ def test_misuse_is_a_sentence_and_leaves_nothing_behind(tmp_path, case):
 
 
 def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "__file__", str(tmp_path / "envs/runs.py"))
+    monkeypatch.setattr(models, "__file__", str(tmp_path / "envs/models.py"))
     with pytest.raises(
         ValueError, match=r"checkpoints/mini-detective: .* python sft.py --env mini-detective makes a model"
     ):

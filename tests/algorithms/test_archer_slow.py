@@ -35,7 +35,7 @@ from test_archer import (  # noqa: F401  four are fixtures
 from transformers import AutoModel, AutoModelForCausalLM
 
 import archer
-from envs import runs
+from envs import models
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def test_E1_E2_reach_the_values_of_dynamic_programming(append_only, kind, folder
     body = make_model("llama", tokenizer).base_model
     body.tokenizer = tokenizer
     if kind == "encoder":
-        body = runs.load(AutoModel, folders["BERT"], args)
+        body = models.load(AutoModel, folders["BERT"], args)
     dialogues = [d | {"fresh": [x] * len(d["actions"])} for d in played for x in POLICY]
     torch.manual_seed(0)
     critic = archer.Critic(body, 0.0, "float32")
@@ -155,7 +155,7 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world, taught):
     """
     args = small(env=world.id, critic_lr=1e-3)
     torch.manual_seed(0)
-    actor = runs.load(AutoModelForCausalLM, taught[world.id], args)
+    actor = models.load(AutoModelForCausalLM, taught[world.id], args)
     played, _ = play(world.id, actor, n=2048)
     body = copy.deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer

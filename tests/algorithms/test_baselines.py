@@ -32,7 +32,7 @@ from test_archer import (  # noqa: F401  three are fixtures
 import archer
 import envs
 from baselines import chai, filtered_bc, ppo
-from envs import runs
+from envs import models
 
 BOTH = pytest.mark.parametrize("world", ["toy", "forgetful-toy"])
 EACH = pytest.mark.parametrize("script", [ppo, filtered_bc, chai], ids=lambda script: script.__name__[10:])
@@ -202,7 +202,7 @@ def context_of(dialogue, k, tokenizer, append_only) -> list[int]:  # noqa: F811
         if j > 0 and append_only:
             ids += dialogue["ids"][j - 1]
             text = text.removeprefix(dialogue["observations"][j - 1] + dialogue["actions"][j - 1])
-        ids += runs.encode(tokenizer, text)
+        ids += models.encode(tokenizer, text)
     return ids
 
 
@@ -216,7 +216,7 @@ def test_ppo_tokens_stand_and_are_scored_as_they_were_sampled(actor, world):
     for (d, k), own in zip(states(played), scored, strict=True):
         context = context_of(d, k, actor.tokenizer, world == "toy")
         assert own.tolist() == pytest.approx(plain_logps(actor, context, d["ids"][k], 0.7), abs=1e-4)
-        odd += d["ids"][k] != [*runs.encode(actor.tokenizer, d["actions"][k]), 0]
+        odd += d["ids"][k] != [*models.encode(actor.tokenizer, d["actions"][k]), 0]
     assert odd > 0, "the test is worth something only if the actor did say odd things"
     assert sum(nll) == pytest.approx(-logp_M.sum().item(), rel=1e-4) and len(nll) == len(states(played))
     assert torch.allclose(logp_MV.exp().sum(-1), torch.ones(len(logp_M)), atol=1e-4)
@@ -464,7 +464,7 @@ def test_filtered_update_is_E1_of_actions_and_nothing_else(actor, world, monkeyp
     total, entropy = 0.0, 0.0
     for d, k in states(played):
         context = before(d, k, actor.tokenizer, world == "toy")
-        said = [*runs.encode(actor.tokenizer, d["actions"][k]), actor.tokenizer.eos_token_id]
+        said = [*models.encode(actor.tokenizer, d["actions"][k]), actor.tokenizer.eos_token_id]
         total -= sum(plain_logps(actor, context, said, 0.7))
         with torch.no_grad():
             logits = actor(input_ids=torch.tensor([context + said])).logits[0, len(context) - 1 : -1] / 0.7
@@ -528,7 +528,7 @@ def critic_of(actor, seed=0):
 def value_alone(critic, dialogue, k, text, append_only):
     """V and Q [2] of one state and one utterance, by one plain pass."""
     context = before(dialogue, k, critic.body.tokenizer, append_only)
-    said = [*runs.encode(critic.body.tokenizer, text), critic.body.tokenizer.eos_token_id]
+    said = [*models.encode(critic.body.tokenizer, text), critic.body.tokenizer.eos_token_id]
     hidden = critic.body(input_ids=torch.tensor([context + said])).last_hidden_state[0]
     return critic.v_heads(hidden[None, len(context) - 1])[0], critic.q_heads(hidden[None, -1])[0]
 

@@ -15,7 +15,7 @@ import checkpoints
 import envs
 import guide_simcse
 import sft
-from envs import runs
+from envs import models, runs
 from envs.worlds.twenty_questions import candidates, parse
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,9 @@ def test_a_checkpoint_is_what_its_page_says(folder):
     commands = checkpoints.COMMANDS | checkpoints.OTHERS | checkpoints.GUIDES
     assert made["sha256"] == checkpoints.digest(folder) and made["command"] == commands[made["world"]]
     if made["world"] in checkpoints.GUIDES:
-        assert made["world"] == folder.name and Path(runs.guide_of("school", "/nowhere")).name == folder.name
+        assert (
+            made["world"] == folder.name and Path(models.guide_of("school", "/nowhere")).name == folder.name
+        )
     elif made["world"] in checkpoints.OTHERS:
         assert made["world"] == folder.name
     else:
@@ -100,7 +102,7 @@ def test_p_yes_is_that_of_whole_answers():
         logps = []
         for reply in knowledge.REPLIES:
             (row,) = sft.rows_of(knowledge.extended(state, guess, reply), model.tokenizer, 2048)
-            ids, n = row[:, 0].long(), len(runs.encode(model.tokenizer, reply))
+            ids, n = row[:, 0].long(), len(models.encode(model.tokenizer, reply))
             logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])
             logps.append(logp[-n:].sum())
         assert found == pytest.approx(torch.stack(logps).softmax(0)[0].item(), abs=1e-5)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 import envs
 import loop_ppo
-from envs import runs
+from envs import models
 from envs.worlds.apps import whole_scenarios
 
 ROOT = Path(loop_ppo.__file__).parent
@@ -114,13 +114,13 @@ class Lookup(gymnasium.Env):
 
 def prompt_ids(tokenizer, observation: str) -> list[int]:
     """Token ids of what a rollout begins with."""
-    pieces = runs.chat_pieces(tokenizer)
+    pieces = models.chat_pieces(tokenizer)
     return tokenizer(pieces.head + observation + pieces.to_reply, add_special_tokens=False)["input_ids"]
 
 
 def reply_ids(tokenizer, reply: str) -> list[int]:
     """Token ids of what a world says behind the end of a turn."""
-    pieces = runs.chat_pieces(tokenizer)
+    pieces = models.chat_pieces(tokenizer)
     return tokenizer(pieces.to_prompt + reply + pieces.to_reply, add_special_tokens=False)["input_ids"]
 
 
@@ -185,7 +185,7 @@ def taught_model(dialogues: list[dict], width: int, epochs: int, folder: Path) -
         t = loop_ppo.Trajectory(0, ids=list(prompt_ids(tokenizer, d["observations"][0])))
         replies = envs.replies(d["observations"], d["actions"])
         for action, reply in zip(d["actions"], replies, strict=True):
-            turn = [*runs.encode(tokenizer, action), tokenizer.eos_token_id]
+            turn = [*models.encode(tokenizer, action), tokenizer.eos_token_id]
             t.turns.append(range(len(t.ids), len(t.ids) + len(turn)))
             t.logps += [0.0] * len(turn)
             t.ids += turn + reply_ids(tokenizer, reply)
@@ -1107,7 +1107,7 @@ def test_a_chat_template_frames_prompts_and_replies(base):
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = model.tokenizer
-    assert runs.chat_pieces(tokenizer) == ("<<[user]", ".[assistant]", "<|endoftext|>", "[user]")
+    assert models.chat_pieces(tokenizer) == ("<<[user]", ".[assistant]", "<|endoftext|>", "[user]")
     played = play(model, small(max_action_tokens=3))
     for t in played:
         prompt, _ = Lookup().reset(options={"index": t.task})
@@ -1239,8 +1239,8 @@ def test_lora_without_its_package_is_a_sentence(base, monkeypatch):
 
 def test_loras_rank_and_alpha_are_handed_on(base, monkeypatch):
     """The paper's alpha is twice its rank; peft itself need not be here."""
-    given, loaded = {}, runs.load(AutoModelForCausalLM, base, small())
-    monkeypatch.setattr(runs, "load", lambda *_: loaded)
+    given, loaded = {}, models.load(AutoModelForCausalLM, base, small())
+    monkeypatch.setattr(models, "load", lambda *_: loaded)
     fake = types.SimpleNamespace(LoraConfig=lambda **options: given.update(options))
     monkeypatch.setitem(sys.modules, "peft", fake)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "add_adapter", lambda self, config: None)

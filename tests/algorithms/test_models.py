@@ -1,35 +1,42 @@
 """Other people's models: their templates, their tokenizers, and whether the scripts score what they say."""
 
 import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
+from tokenizers import normalizers
 
 import archer
 import envs
 import sft
 from baselines import ppo
 from benchmarks import models as table
-from envs import runs
+from envs import models
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-4  # nats
 
 # Of each way in which architectures differ one, and which scripts must refuse it.
-ALL = ["archer.py", "loop_ppo.py", "sft.py"]
+FORKED = ["archer.py", "archer_offline_iql.py"]  # utterances fork off a dialogue
+CACHED = [*FORKED, "loop_ppo.py"]  # and keys and values are kept
+ALL = [*CACHED, "sft.py"]
 KINDS = {
     "llama": [],
     "gpt2": [],  # a table of positions
     "granite": [],  # a scale behind the head
     "gemma2": [],  # a cap behind the head, a window
     "mistral": [],  # a window
+    "gemma3": [],  # a window in some layers, and eyes
     "gptj": [],  # eager attention, to which a mask is added
-    "opt": [],  # a head that reads a part of the body
-    "mpt": ["archer.py"],  # biases by distance in the row, which is none from a fork
-    "mamba": ["archer.py", "loop_ppo.py"],  # no attention
-    "falcon_h1": ["archer.py", "loop_ppo.py"],  # attention and a recurrence
+    "opt": [],  # hidden states that leave the body narrower than they are
+    "llama4_text": ALL,  # a body that its class gives another name
+    "mpt": FORKED,  # biases by distance in the row, which is none from a fork
+    "mamba": CACHED,  # no attention
+    "falcon_h1": CACHED,  # attention and a recurrence
     "bert": ALL,  # looks ahead
 }
 
@@ -69,7 +76,7 @@ def make_llama(tokenizer, folder: Path) -> Path:
 
 def load(tokenizer, folder: Path):
     args = SimpleNamespace(device="cpu", world="", env="x")
-    return runs.load(transformers.AutoModelForCausalLM, str(make_llama(tokenizer, folder)), args)
+    return models.load(transformers.AutoModelForCausalLM, str(make_llama(tokenizer, folder)), args)
 
 
 def spelled(dialogue: dict, tokenizer) -> list[list[int]]:
@@ -126,7 +133,9 @@ def test_a_template_that_cannot_be_followed_is_refused_in_one_line(tmp_path, tem
 
 def templates_of_the_page() -> dict[str, str]:
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^\| `(\w+)` \| (followed.*|refused) \|$", page, re.M))
+    rows = re.findall(r"^\| `(\w+)` \| (followed.*|refused) \| (.+) \|$", page, re.M)
+    assert all(origin for _, _, origin in rows)
+    return {name: said for name, said, _ in rows}
 
 
 @pytest.mark.external
@@ -192,8 +201,21 @@ def test_the_ready_made_checkpoints_read_as_they_did(name):
         texts = [*dialogue["observations"][:1], *dialogue["actions"]]
         for text in texts + envs.replies(dialogue["observations"], dialogue["actions"]):
             plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert runs.encode(tokenizer, text) == plain
-            assert runs.encode_prompt(tokenizer, text) == runs.encode_reply(tokenizer, text) == plain
+            assert models.encode(tokenizer, text) == plain
+            assert models.encode_prompt(tokenizer, text) == models.encode_reply(tokenizer, text) == plain
+
+
+def rows_of_tokenizers() -> dict[str, list[str]]:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z][^|`]+) \| ((?:no|\de.\d\d)(?: \| (?:no|\de.\d\d)){3}) \|$", page, re.M)
+    return {name: cells.split(" | ") for name, cells in rows}
+
+
+@pytest.mark.parametrize("name", table.kinds_of_tokenizers())
+def test_a_tokenizer_of_the_page_is_one_of_a_model_s_own_log_probs_or_is_refused(name):
+    refused = held_to(table.outcomes("llama", **table.kinds_of_tokenizers()[name]))
+    assert refused == refused_by(rows_of_tokenizers()[name])
+    assert (refused == ALL) == ("no end" in name)
 
 
 # -------------------------------------------------------------------------------------- architectures
@@ -213,9 +235,36 @@ def test_a_model_says_here_what_it_says_by_itself_or_is_refused(kind):
     assert held_to(table.outcomes(kind)) == KINDS[kind]
 
 
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_a_row_may_be_longer_than_a_window(kind, monkeypatch):
+    """The mask of every layer is the model's own, beyond the window of 64 tokens, too."""
+    monkeypatch.setitem(table.SMALL, "initializer_range", 1.0)
+    args = SimpleNamespace(device="cpu", world="", env="")
+    with tempfile.TemporaryDirectory() as folder:
+        table.make_model(kind, folder)
+        model = models.load(transformers.AutoModelForCausalLM, folder, args)
+    assert model.context == 256 and model.config.sliding_window == 64
+    models.probe(model, archer.masked_states)
+    assert model.config.sliding_window == 64  # the probe has one of its own
+    assert table.archer_gap(model) < EXACT and table.loop_gap(model) < EXACT
+    monkeypatch.setattr(models, "mask_of", lambda model, visible: torch.where(visible, 0.0, -1e30))
+    with pytest.raises(ValueError, match=r"what is scored is .* nats from what it says by itself"):
+        models.probe(model, archer.masked_states)
+
+
+def test_an_encoder_that_also_writes_is_refused_in_one_line(tmp_path):
+    """T5: it is no causal language model."""
+    config = transformers.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    table.make_tokenizer().save_pretrained(tmp_path)
+    args = SimpleNamespace(device="cpu", world="", env="")
+    with pytest.raises(ValueError, match=r"^no model in .*T5Config.*AutoModelForCausalLM[^\n]*$"):
+        models.load(transformers.AutoModelForCausalLM, str(tmp_path), args)
+
+
 def rows_of_the_page() -> dict[str, list[str]]:
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w-]+)` \| ((?:no|\de.\d\d)(?: \| (?:no|\de.\d\d)){2}) \|$", page, re.M)
+    rows = re.findall(r"^\| `([\w-]+)` \| ((?:no|\de.\d\d)(?: \| (?:no|\de.\d\d)){3}) \|$", page, re.M)
     return {kind: cells.split(" | ") for kind, cells in rows}
 
 
@@ -237,3 +286,106 @@ def test_the_page_is_true(kind):
     assert refused == [
         script for script, cell in zip(ALL, rows_of_the_page()[kind], strict=True) if cell == "no"
     ]
+
+
+# -------------------------------------------------------------------------------------------- critics
+def make_critic(config, folder: Path, tokenizer=None) -> str:
+    """A tiny body with random weights in a folder."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer or table.make_tokenizer()
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def of_type(kind: str, **sizes):
+    """A tiny configuration."""
+    usual = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.AutoConfig.for_model(
+        kind, vocab_size=300, initializer_range=0.5, **usual | ids | sizes
+    )
+
+
+def run_with_critic(folder: str, tmp_path: Path, **changes) -> dict:
+    """An iteration of archer.py with this critic, whose actor is a Llama that reads 4096 tokens."""
+    table_of_sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    tokenizer = table.make_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), num_attention_heads=1, max_position_embeddings=4096, **table_of_sizes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "actor")
+    tokenizer.save_pretrained(tmp_path / "actor")
+    sizes = {"iterations": 1, "rollouts": 2, "critic_updates": 1, "critic_batch": 2, "critic_pool": 2}
+    sizes |= {"warmup": 0, "actor_updates": 1, "actor_batch": 2, "eval_episodes": 2, "max_action_tokens": 4}
+    places = {"actor": str(tmp_path / "actor"), "critic": folder, "runs": str(tmp_path / "runs")}
+    return archer.main(archer.Args(env="twenty-questions-subset", **sizes | places | changes))
+
+
+OTHERWISE = "it reads a text here otherwise than by itself"
+FAILS = "its forward pass fails here, "
+TWO_PARTS = "one part of it reads and another one writes"
+REFUSED_CRITICS = {
+    "gpt_neo": OTHERWISE,  # a window that is in no mask
+    "lfm2": OTHERWISE,  # a recurrence
+    "mamba": FAILS,
+    "bloom": FAILS,  # biases by distance, which are none from a fork
+    "fnet": OTHERWISE,  # takes no mask, so that padding is read
+    "t5": TWO_PARTS,
+    "bart": TWO_PARTS,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_CRITICS)
+def test_a_critic_that_reads_otherwise_than_by_itself_is_refused(kind, tmp_path):
+    """In one line, and before anything is played."""
+    is_reader = kind in ("fnet", "t5")
+    config = of_type(kind) if is_reader else table.make_config(kind, table.make_tokenizer())
+    folder = make_critic(config, tmp_path / "critic")
+    reason = f"^a critic of type {kind} cannot be used: {REFUSED_CRITICS[kind]}"
+    with pytest.raises(ValueError, match=reason) as error:
+        run_with_critic(folder, tmp_path)
+    assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+
+
+def test_a_decoder_as_critic_needs_an_end_of_a_turn(tmp_path):
+    tokenizer = table.make_tokenizer()
+    tokenizer.eos_token = None
+    folder = make_critic(table.make_config("llama", tokenizer), tmp_path / "critic", tokenizer)
+    with pytest.raises(
+        ValueError, match=r"^a critic of type llama cannot be used: its tokenizer has no token"
+    ):
+        run_with_critic(folder, tmp_path)
+
+
+@pytest.mark.parametrize(("positions", "cut"), [(4096, 0.0), (128, 1.0)])
+def test_dialogues_are_cut_at_the_context_of_a_shorter_critic(positions, cut, tmp_path):
+    """It has a table of positions, behind whose end there is none."""
+    config = table.make_config("gpt2", table.make_tokenizer())
+    config.n_positions = positions
+    summary = run_with_critic(make_critic(config, tmp_path / "critic"), tmp_path)
+    assert summary["eval_cut"] == summary["eval_cut_greedy"] == cut
+
+
+def test_a_critic_that_spells_a_dialogue_too_long_for_it_says_so(tmp_path):
+    """Its tokenizer is another one: here every o is nine."""
+    tokenizer = table.make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("o", 9 * "o")
+    folder = make_critic(table.make_config("gpt2", tokenizer), tmp_path / "critic", tokenizer)
+    said = r"^--critic: it spells a dialogue with \d+ tokens and reads 256: take another one$"
+    with pytest.raises(ValueError, match=said):
+        run_with_critic(folder, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+def test_an_encoder_s_positions_begin_where_they_do(kind, tmp_path):
+    """RoBERTa's behind the number of the padding, whichever that is; all others are for a text."""
+    tokenizer = table.make_tokenizer(["<pad>", "<mask>"])
+    tokenizer.pad_token = "<mask>"
+    config = of_type(kind, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id)
+    folder = make_critic(config, tmp_path / "critic", tokenizer)
+    body = models.load(transformers.AutoModel, folder, archer.Args())
+    assert tokenizer.pad_token_id == 3 and body.context == (60 if kind == "roberta" else 64)
+    critic = archer.Critic(body, 0.0, "float32")
+    assert critic.cls(["a" * 200, "b"]).shape == (2, 32)  # one more would be beyond the table
+    assert run_with_critic(folder, tmp_path)["iteration"] == 1

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import envs
 import sft
-from envs import runs
+from envs import models, runs
 from sft import ACTION, CONTEXT, REPLY
 
 ROOT = Path(sft.__file__).parent
@@ -558,13 +558,13 @@ def test_a_word_is_one_token_wherever_it_stands(tiny):
     tokenizer = sft.make_vocabulary(said, 600, 0)
     (mail,) = [i for i in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(i) == "\u2581mail"]
     for text in ("mail", "the mail", "apis.mail", "(mail)", "mail mail\nmail"):
-        assert runs.encode(tokenizer, text).count(mail) == text.count("mail")
+        assert models.encode(tokenizer, text).count(mail) == text.count("mail")
 
 
 def test_a_reply_is_told_by_its_first_token():
     replies = [" Yes.\n", " No.\n", " Invalid question.\n"]
     tokenizer = sft.make_vocabulary(Counter(replies * 9), 600, 0)
-    spelled = [runs.encode(tokenizer, reply) for reply in replies]
+    spelled = [models.encode(tokenizer, reply) for reply in replies]
     assert len({ids[0] for ids in spelled}) == 3
     assert [len(ids) for ids in spelled] == [2, 2, 3]
     assert [tokenizer.decode(ids) for ids in spelled] == replies
@@ -575,10 +575,10 @@ def test_every_text_can_be_written(tiny):
     rng = random.Random(0)
     for text in ["", " ", "  a  b ", "x=1;  y", "\t\n\n é 漢字 🦊 \u2581 a\u2581b", "<0x41> <|other|>"]:
         if "\u2581" not in text:  # the mark itself is taken for a blank
-            assert tokenizer.decode(runs.encode(tokenizer, text)) == text
+            assert tokenizer.decode(models.encode(tokenizer, text)) == text
     for _ in range(300):
         text = "".join(rng.choice("ab 1_.,!?(\n'\"ÄЖ漢🦊") for _ in range(rng.randrange(30)))
-        assert tokenizer.decode(runs.encode(tokenizer, text)) == text
+        assert tokenizer.decode(models.encode(tokenizer, text)) == text
 
 
 def test_the_most_frequent_lines_are_one_token_inside_a_text_too():
@@ -586,9 +586,9 @@ def test_the_most_frequent_lines_are_one_token_inside_a_text_too():
     options = {"vocabulary": 500, "width": 32, "layers": 1}
     tokenizer = sft.make_tiny(dialogues, sft.Args(phrases=200, **options)).tokenizer
     texts = [text for d in dialogues for text in d["observations"]]
-    assert all(tokenizer.decode(runs.encode(tokenizer, text)) == text for text in texts)
+    assert all(tokenizer.decode(models.encode(tokenizer, text)) == text for text in texts)
     # a line and its end, but for the last one, which has its end with it
-    short = [len(runs.encode(tokenizer, text)) == 2 * text.count("\n") - 1 for text in texts]
+    short = [len(models.encode(tokenizer, text)) == 2 * text.count("\n") - 1 for text in texts]
     assert sum(short) / len(short) > 0.95
 
 
@@ -601,14 +601,15 @@ def test_the_most_frequent_phrases_are_one_token(tmp_path):
     assert len(tokenizer) == model.config.vocab_size <= 550
     for text, number in said.most_common(40):
         assert (
-            len(runs.encode(tokenizer, text)) == 1 and tokenizer.decode(runs.encode(tokenizer, text)) == text
+            len(models.encode(tokenizer, text)) == 1
+            and tokenizer.decode(models.encode(tokenizer, text)) == text
         )
     rare = [text for text, number in said.items() if number == 1]
-    assert rare and all(tokenizer.decode(runs.encode(tokenizer, text)) == text for text in rare)
+    assert rare and all(tokenizer.decode(models.encode(tokenizer, text)) == text for text in rare)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     for d in dialogues[:20]:
-        assert runs.encode(again, d["observations"][-1]) == runs.encode(tokenizer, d["observations"][-1])
+        assert models.encode(again, d["observations"][-1]) == models.encode(tokenizer, d["observations"][-1])
 
 
 def test_the_tiny_model_is_what_the_flags_say(tiny):
@@ -649,10 +650,10 @@ def test_greedy_play_is_the_argmax(tiny, env):
     model, tokenizer, _ = tiny
     for index, d in enumerate(play(tiny, True, env=env)):
         assert d["answer"] == WORDS[index]
-        ids = list(runs.encode(tokenizer, d["observations"][0]))
+        ids = list(models.encode(tokenizer, d["observations"][0]))
         for turn, action in enumerate(d["actions"]):
             if env == "rooms":
-                ids = list(runs.encode(tokenizer, d["observations"][turn]))
+                ids = list(models.encode(tokenizer, d["observations"][turn]))
             written = []
             while len(written) < 4 and tokenizer.eos_token_id not in written:
                 logits = model(input_ids=torch.tensor([ids + written])).logits[0, -1]
@@ -660,14 +661,14 @@ def test_greedy_play_is_the_argmax(tiny, env):
             text = tokenizer.decode([i for i in written if i != tokenizer.eos_token_id])
             assert text.split("\n")[0].strip()[:20] == action
             after, before = d["observations"][turn + 1], d["observations"][turn] + action
-            ids += [*runs.encode(tokenizer, action), tokenizer.eos_token_id]
-            ids += runs.encode(tokenizer, after.removeprefix(before))
+            ids += [*models.encode(tokenizer, action), tokenizer.eos_token_id]
+            ids += models.encode(tokenizer, after.removeprefix(before))
 
 
 def test_sampled_play_draws_from_the_model_itself(tiny):
     """No top-k, no top-p, no temperature: frequencies of first tokens are the softmax."""
     model, tokenizer, _ = tiny
-    prompt = torch.tensor([runs.encode(tokenizer, "say ant\n")] * 4000)
+    prompt = torch.tensor([models.encode(tokenizer, "say ant\n")] * 4000)
     play(tiny, False, eval_episodes=1)  # sets the generation's configuration
     torch.manual_seed(0)
     with torch.no_grad():

@@ -26,9 +26,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from tiny import guide_options, make_checkpoint, make_looker_ahead, make_rambler
 
 import envs
+from benchmarks import models as table
 from envs import runs
 
 ROOT = Path(__file__).parents[2]
@@ -1045,6 +1047,21 @@ def test_a_model_that_is_read_otherwise_than_by_itself_is_refused(script, checkp
     reason = "what it says of a token depends on those that follow"
     assert said == f"{script.name}: a model of type bert cannot be used: {reason}"
     assert not (tmp_path / "runs").exists()
+
+
+SHAPES = [("gemma3", name) for name in ("archer", "loop_ppo", "sft")]
+SHAPES += [("opt", path.stem) for path in SPEAKERS if path.stem not in ("sft", "filtered_bc")]
+
+
+@pytest.mark.parametrize(("kind", "name"), SHAPES)
+def test_a_model_of_another_shape(kind, name, checkpoint, tmp_path, monkeypatch):
+    """OPT-350m's states leave it narrower than they are; Gemma 3's sizes stand in a part of its own."""
+    monkeypatch.setitem(table.SMALL, "max_position_embeddings", 2048)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(ROOT / "archer.py"))
+    folder = table.make_model(kind, tmp_path / "model", tokenizer)
+    (script,) = (path for path in SPEAKERS if path.stem == name)
+    options = ["--env", WORLD["archer"], "--runs", tmp_path / "runs", *tiny(script, folder)]
+    assert call(script, *options)[::2] == (0, "")
 
 
 @each_script

@@ -20,7 +20,7 @@ import variants
 import archer
 import loop_ppo
 from baselines import chai, filtered_bc, ppo
-from envs import runs
+from envs import models
 
 ROOT = compare.ROOT
 SUBSET = compare.SUBSET
@@ -296,7 +296,7 @@ def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
     assert len(losses) == 4, "one of each two is archer.py's own"
     (run,) = tmp_path.glob("*__archer__*")
     modules = torch.load(run / "checkpoint.pt", weights_only=True)["modules"]
-    start = runs.load(transformers.AutoModelForCausalLM, args.actor, args)
+    start = models.load(transformers.AutoModelForCausalLM, args.actor, args)
     assert any(not torch.equal(value, modules["network"][name]) for name, value in start.state_dict().items())
     with variants.exchanged("D8"):
         archer.main(replace(args, resume=str(run), iterations=2))
@@ -307,7 +307,7 @@ def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
 
 def test_D9_q_is_a_network_of_its_own(tmp_path):
     folder = make_checkpoint(SUBSET, tmp_path / "m")
-    actor = runs.load(transformers.AutoModelForCausalLM, str(folder), archer.Args())
+    actor = models.load(transformers.AutoModelForCausalLM, str(folder), archer.Args())
     body = actor.base_model
     body.tokenizer = actor.tokenizer
     played = [{"observations": ["Questions:\n", ""], "actions": ["Is it big?"], "rewards": [-1.0]}]

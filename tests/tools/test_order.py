@@ -15,7 +15,7 @@ import order
 
 import archer
 import envs
-from envs import runs
+from envs import models
 from envs.worlds.twenty_questions import WORDS, candidates, expert, words_in
 
 
@@ -81,7 +81,7 @@ def test_who_knows_the_worth_is_told_so(tmp_path, monkeypatch, dialogues):
     monkeypatch.setattr(order, "EACH", 3)
     args = archer.Args(env="twenty-questions", max_action_tokens=3)
     folder = make_checkpoint("twenty-questions", tmp_path / "m")
-    actor = runs.load(AutoModelForCausalLM, str(folder), args)
+    actor = models.load(AutoModelForCausalLM, str(folder), args)
     worth = order.Worth(dialogues, 0.95)
     judge = order.Judge(actor, dialogues[:6], worth, args, torch.Generator().manual_seed(0))
     # A model that knows nothing writes nothing valid: what it might have said instead.

@@ -17,7 +17,7 @@ import transformers
 from tiny import guide_options
 
 import envs
-from envs import runs
+from envs import models
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--env", "twenty-questions-subset", "--threads", "1"]
@@ -126,7 +126,7 @@ def test_a_model_that_transformers_knows_is_read_without_its_code(tmp_path):
     known = json.loads((MODEL / "config.json").read_text())["model_type"]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": known}))
     args = SimpleNamespace(device="cpu")
-    model = runs.load(transformers.AutoModelForCausalLM, str(tmp_path / "planted"), args)
+    model = models.load(transformers.AutoModelForCausalLM, str(tmp_path / "planted"), args)
     assert type(model).__module__.startswith("transformers.") and not witness.exists()
 
 

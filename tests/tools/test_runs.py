@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import make_checkpoint
 from torch import nn
 
-from envs import runs
+from envs import models, runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -276,7 +276,9 @@ def test_a_run_s_folder_is_named_by_world_script_seed_and_name(toy):
 
 def test_of_two_processes_the_second_is_refused_until_the_first_has_ended(toy, folder):
     """However it ended, and whatever the file says then: here it was killed."""
-    code = "import sys; from envs import runs; from pathlib import Path; runs.lock(Path(sys.argv[1]));"
+    code = (
+        "import sys; from envs import models, runs; from pathlib import Path; runs.lock(Path(sys.argv[1]));"
+    )
     code += "print('locked', flush=True); sys.stdin.read()"
     runs.LOCKS.pop().close()  # this process has made the run
     words = [sys.executable, "-c", code, str(folder)]
@@ -651,27 +653,29 @@ def test_json_is_there_in_whole_or_not_at_all(tmp_path):
 # --------------------------------------------------------------------------------------------- models
 def test_why_there_is_no_model(tmp_path):
     error = ValueError("\nfirst\nsecond")
-    assert runs.why_not_loaded(str(tmp_path), error) == "first"
+    assert models.why_not_loaded(str(tmp_path), error) == "first"
     for path in (f"{tmp_path}/no", "./no", "runs/RUN/actor"):
-        assert runs.why_not_loaded(path, error) == "there is no such folder"
-    assert runs.why_not_loaded("gpt3", error) == "there is no such folder; as a name: first"
+        assert models.why_not_loaded(path, error) == "there is no such folder"
+    assert models.why_not_loaded("gpt3", error) == "there is no such folder; as a name: first"
     (tmp_path / "actor").mkdir()
     said = f"it is the folder of a run; its model is in {tmp_path}/actor"
-    assert runs.why_not_loaded(str(tmp_path), error) == said
+    assert models.why_not_loaded(str(tmp_path), error) == said
 
 
 @pytest.mark.parametrize("flag", ["actor", "model"])
 def test_a_world_without_a_checkpoint_is_told_how_to_make_a_model(flag):
     """What somebody asked for by name is no such world's: sft.py would not make it."""
     known = {"env": "my:World", "world": "size=3"}
-    said = runs.why_not_loaded("checkpoints/my:World", OSError(), SimpleNamespace(**known, **{flag: ""}))
+    said = models.why_not_loaded("checkpoints/my:World", OSError(), SimpleNamespace(**known, **{flag: ""}))
     assert "python sft.py --env my:World --world size=3 makes a model" in said
     assert said.endswith(f"--{flag} FOLDER/actor")
-    said = runs.why_not_loaded("checkpoints/x", OSError(), SimpleNamespace(**known | {"world": "", flag: ""}))
+    said = models.why_not_loaded(
+        "checkpoints/x", OSError(), SimpleNamespace(**known | {"world": "", flag: ""})
+    )
     assert "--env my:World makes" in said
     for source in ("gpt2", "runs/RUN/actor"):
         given = SimpleNamespace(**known, **{flag: source})
-        assert "sft.py" not in runs.why_not_loaded(source, OSError("offline"), given)
+        assert "sft.py" not in models.why_not_loaded(source, OSError("offline"), given)
 
 
 def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path, capsys):
@@ -680,14 +684,14 @@ def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path, cap
         make_checkpoint("twenty-questions-subset", tmp_path / "model"),
         SimpleNamespace(device="cpu"),
     )
-    model = runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+    model = models.load(transformers.AutoModelForCausalLM, str(folder), args)
     assert not model.training and model.dtype == torch.float32
     assert model.tokenizer.eos_token == "<|endoftext|>" and capsys.readouterr().out == f"model: {folder}\n"
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights.pop("model.norm.weight")
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"^no model in .*: no weights for model\.norm\.weight$"):
-        runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+        models.load(transformers.AutoModelForCausalLM, str(folder), args)
 
 
 def adapter_of(base: Path, folder: Path) -> Path:
@@ -716,8 +720,8 @@ def test_an_adapter_is_merged_into_its_model(tmp_path, capsys):
     pytest.importorskip("peft", reason="needs the package peft")
     base = make_checkpoint("twenty-questions-subset", tmp_path / "base")
     folder, args = adapter_of(base, tmp_path / "adapter"), SimpleNamespace(device="cpu", world="")
-    plain = runs.load(transformers.AutoModelForCausalLM, str(base), args)
-    model = runs.load(transformers.AutoModelForCausalLM, str(folder), args)
+    plain = models.load(transformers.AutoModelForCausalLM, str(base), args)
+    model = models.load(transformers.AutoModelForCausalLM, str(folder), args)
     assert f"model: {folder}, an adapter, merged into {base}" in capsys.readouterr().out
     weights = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     low_rank = {name.rpartition("lora_")[2][0]: weight for name, weight in weights.items()}
@@ -729,16 +733,16 @@ def test_an_adapter_is_merged_into_its_model(tmp_path, capsys):
     model.save_pretrained(tmp_path / "whole")
     model.tokenizer.save_pretrained(tmp_path / "whole")
     assert not (tmp_path / "whole/adapter_config.json").exists()
-    again = runs.load(transformers.AutoModelForCausalLM, str(tmp_path / "whole"), args)
+    again = models.load(transformers.AutoModelForCausalLM, str(tmp_path / "whole"), args)
     assert all(torch.equal(p, moved[name]) for name, p in again.named_parameters())
 
 
 def test_an_adapter_needs_peft(tmp_path, monkeypatch):
     base = make_checkpoint("twenty-questions-subset", tmp_path / "base")
     folder = adapter_of(base, tmp_path / "adapter")
-    monkeypatch.setattr(runs, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^no model in .*: it is an adapter, .* pip install peft$"):
-        runs.load(transformers.AutoModelForCausalLM, str(folder), SimpleNamespace(device="cpu", world=""))
+        models.load(transformers.AutoModelForCausalLM, str(folder), SimpleNamespace(device="cpu", world=""))
 
 
 def test_a_model_that_cannot_learn_is_refused(tmp_path, monkeypatch):
@@ -751,12 +755,12 @@ def test_a_model_that_cannot_learn_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", frozen)
     with pytest.raises(ValueError, match=r"^no model in .*: none of its parameters can be trained$"):
-        runs.load(transformers.AutoModelForCausalLM, str(folder), SimpleNamespace(device="cpu", world=""))
+        models.load(transformers.AutoModelForCausalLM, str(folder), SimpleNamespace(device="cpu", world=""))
 
 
 def test_variants_of_a_world_share_a_checkpoint():
     world = runs.envs.make("twenty-questions-subset")
-    assert Path(runs.checkpoint_of(world)) == ROOT / "checkpoints/twenty-questions"
+    assert Path(models.checkpoint_of(world)) == ROOT / "checkpoints/twenty-questions"
 
 
 def test_a_saved_model_says_what_it_is(toy):

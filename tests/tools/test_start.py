@@ -14,7 +14,7 @@ import start
 
 import archer
 import envs
-from envs import runs
+from envs import models
 from envs.worlds import guess_my_city, twenty_questions
 
 
@@ -62,7 +62,7 @@ def test_figures_of():
 
 def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
     """No guess in the first turns, unless the model finds nothing else; behind them guesses are free."""
-    actor = runs.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
+    actor = models.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
     written = []
 
     def generate(memory, rows, starts, args, generator, greedy=False):
@@ -73,7 +73,7 @@ def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
         for b in range(len(rows)):
             written.append(b)
             texts.append("Is it alive?" if len(written) % 3 == 0 else "Is it a dog?")
-        return [runs.encode(actor.tokenizer, text) for text in texts], [0.0] * len(rows)
+        return [models.encode(actor.tokenizer, text) for text in texts], [0.0] * len(rows)
 
     monkeypatch.setattr(archer, "generate", generate)
     args = archer.Args(env="twenty-questions-subset", eval_episodes=10, temperature=0.5)
@@ -92,7 +92,7 @@ def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
 @pytest.mark.parametrize("episodes", [4, 10, 20])
 def test_without_guesses_it_plays_as_archer_does(checkpoint, episodes):
     """With no turns held: the same dialogues as archer.py's, from the same seeds."""
-    actor = runs.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
+    actor = models.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
     args = archer.Args(env="twenty-questions-subset", eval_episodes=episodes, max_action_tokens=3)
     held = start.play_held(actor, args, 0, start.GUESSES["twenty-questions"])
     assert held == archer.play_tasks(actor, args, greedy=False) and len(held) == episodes
@@ -101,7 +101,7 @@ def test_without_guesses_it_plays_as_archer_does(checkpoint, episodes):
 def test_what_is_written_anew_is_written_after_the_whole_dialogue(checkpoint, monkeypatch):
     """Of every try the log-prob is that of a plain pass over its own row, whoever was left out before; what
     counts is the last try."""
-    actor = runs.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
+    actor = models.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
     real, tries = archer.generate, []
 
     def generate(memory, rows, *given):

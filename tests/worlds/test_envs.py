@@ -622,7 +622,7 @@ def test_an_agents_prompt_is_made_of_pieces(agent):
     player.append_only = False
     assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
     player.append_only, player.tokenizer.chat_template = True, TEMPLATE
-    for cached in (envs.runs.chat_pieces, envs.runs.encode_prompt, envs.runs.encode_reply):
+    for cached in (envs.models.chat_pieces, envs.models.encode_prompt, envs.models.encode_reply):
         cached.cache_clear()
     whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
     asked = "<|user|>Hall.\n</s><|assistant|>go north</s>"

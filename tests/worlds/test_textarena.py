@@ -20,10 +20,11 @@ pytest.importorskip("textarena", reason="needs the package textarena: pip instal
 
 ID = "envs.worlds.textarena:TextArena"
 GAMES = ["Mastermind", "GuessTheNumber", "FrozenLake", "TowerOfHanoi"]
+ODD = ["Countdown", "Cryptarithm", "Slitherlink"]  # put the arguments of two calls into another order
 
 
 @pytest.mark.parametrize("rule", envs.check.RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize("game", GAMES + ODD)
 def test_the_games_keep_the_rules(game, rule):
     rule(envs.check.maker(ID, game=f"{game}-v0-raw"))
 
@@ -46,6 +47,18 @@ def test_a_win_is_a_success_and_its_return_is_1():
     assert "invalid move" in observation and observation.count("what?") == 1 and not terminated
     _, reward, terminated, _, info = world.step("what?")
     assert (reward, terminated, info["result"]["success"]) == (0.0, True, False)
+
+
+@pytest.mark.parametrize("game", ODD)
+def test_an_invalid_move_is_no_error(game):
+    """Of the first the game warns, and the second ends it with what was reached so far."""
+    world = envs.make(ID, game=f"{game}-v0-raw")
+    begun, _ = world.reset(seed=1)
+    observation, reward, terminated, _, _ = world.step("what?")
+    assert observation.startswith(f"{begun}what?\nYou attempted an invalid move") and not terminated
+    observation, reward, terminated, _, info = world.step("what?")
+    assert "Invalid Move: " in observation.splitlines()[-1] and "format" in observation.splitlines()[-1]
+    assert terminated and 0 <= reward < 1 and not info["result"]["success"]
 
 
 def test_the_scripted_player_wins():

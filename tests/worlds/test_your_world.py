@@ -628,8 +628,12 @@ TINY = {"iterations": 2, "eval_episodes": 2, "max_action_tokens": 4, "threads": 
 def test_loop_takes_it(actor, tmp_path):
     tiny = TINY | {"tasks": 2, "rollouts": 2, "worlds": 4, "min_advantage": 0.0}
     summary = loop_ppo.main(loop_ppo.Args(env=ID, model=str(actor), runs=str(tmp_path), **tiny))
-    text = json.loads((run_of(tmp_path) / "rollouts.jsonl").read_text().splitlines()[0])["text"]
-    assert -6 <= summary["eval_return"] <= 0 and text.startswith("Guess a number from 1 to 20.\n")
+    path = run_of(tmp_path) / "rollouts.jsonl"
+    ended = [row for row in map(json.loads, path.read_text().splitlines()) if row["fate"] == "ended"]
+    assert -6 <= summary["eval_return"] <= 0 and ended[0]["text"].startswith("Guess a number from 1 to 20.\n")
+    made, _ = envs.datasets.read_dialogues(str(path))  # what it writes is data
+    assert [d["observations"][-1] for d in made] == [row["text"] for row in ended]
+    assert [sum(d["rewards"]) for d in made] == [row["return"] for row in ended]
 
 
 def test_offline_takes_it(actor, tmp_path):
@@ -670,11 +674,11 @@ def test_play_takes_it(monkeypatch, capsys):
     )
 
 
-def test_a_script_is_taken_away_with_three_files(actor, tmp_path):
+def test_a_script_is_taken_away_with_four_files(actor, tmp_path):
     """A folder with archer.py, the files that the page names, and a world: two iterations."""
-    (files,) = re.findall(r"you need three files, (.*?), and your world", PAGE)
+    (files,) = re.findall(r"you need four files, (.*?), and your\s+world", PAGE)
     files = re.findall(r"`([^`]+)`", files)
-    assert files == ["envs/__init__.py", "envs/adapt.py", "envs/runs.py"]
+    assert files == ["envs/__init__.py", "envs/adapt.py", "envs/runs.py", "envs/models.py"]
     (tmp_path / "envs").mkdir()
     for file in ["archer.py", *files]:
         shutil.copy(ROOT / file, tmp_path / file)
@@ -700,7 +704,7 @@ def test_a_script_needs_no_other_file_of_envs(script):
             needed |= {of} if of else {alias.name for alias in node.names}
         if isinstance(node, ast.Import):
             needed |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("envs.")}
-    assert needed == {"runs"} | ({"datasets"} if script in ("sft", "archer_offline_iql") else set())
+    assert needed == {"runs", "models"} | ({"datasets"} if script in ("sft", "archer_offline_iql") else set())
 
 
 def test_a_file_that_was_left_behind_is_named(monkeypatch):

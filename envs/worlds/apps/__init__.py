@@ -35,7 +35,6 @@ envs/worlds/apps/sandbox_monty.py. It needs gymnasium and nothing else.
 
 import ast
 import inspect
-import operator
 import random
 import re
 import sqlite3
@@ -50,7 +49,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import WorldBroken, read_action
+from envs import WorldBroken, read_action, task_index
 from envs.datasets import dialogue
 from envs.worlds.apps.sandbox import Finished, Refused
 from envs.worlds.apps.tasks import SCENARIOS, Scenario
@@ -471,13 +470,7 @@ class Apps(gymnasium.Env):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts with the task `options["index"]`, or one drawn by the world's own generator."""
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.close()
         self.task = make_task(self.split, index)
         self.sandbox.names = tuple(self.task.calls)

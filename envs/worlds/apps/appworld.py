@@ -35,7 +35,6 @@ package appworld.
 
 import http.client
 import json
-import operator
 import os
 import random
 import re
@@ -54,7 +53,7 @@ from pathlib import Path
 
 import gymnasium
 
-from envs import Unavailable, WorldBroken, read_action
+from envs import Unavailable, WorldBroken, read_action, task_index
 from envs.datasets import dialogue
 from envs.worlds.apps import habits, whole_scenarios
 
@@ -314,13 +313,7 @@ class AppWorld(gymnasium.Env):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Starts with the task `options["index"]`, or one drawn by the world's own generator."""
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.task, self.turns, self.over = self.tasks[index], 0, True
         if self.server and self.server.episodes >= self.episodes_per_server:
             self.close()

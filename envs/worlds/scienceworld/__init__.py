@@ -27,7 +27,6 @@ the same place. It needs gymnasium, scienceworld, and a Java.
 """
 
 import logging
-import operator
 import os
 import random
 import shutil
@@ -41,7 +40,7 @@ from functools import lru_cache
 
 import gymnasium
 
-from envs import Unavailable, read_action
+from envs import Unavailable, read_action, task_index
 from envs.datasets import dialogue
 
 # -------------------------------------------------------------------------------- 1. the tasks
@@ -293,13 +292,7 @@ class ScienceWorld(gymnasium.Env):
         `info["answer"]` names it: "find-living-thing 17".
         """
         super().reset(seed=seed)
-        options = options or {}
-        if unknown := set(options) - {"index"}:
-            raise ValueError(f"reset knows the option index, not {', '.join(map(repr, sorted(unknown)))}")
-        index = options.get("index")
-        index = int(self.np_random.integers(self.num_tasks)) if index is None else operator.index(index)
-        if not 0 <= index < self.num_tasks:
-            raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
+        index = task_index(options, self.num_tasks, self.np_random)
         self.index, self.variation = index, self.variations[index]
         for attempt in (1, 2, 3):
             try:
