@@ -520,13 +520,11 @@ def hasty(
 def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
     part = rng.random()
-    if part < 0.2:
-        return imaginary(world, rng)
     look = rng.choice((2, 4, 8))
     wrong = mistake
-    if part < 0.5:
+    if part < 0.4:
         player, mistakes = hasty, 0.0
-    elif part < 0.7:  # to guess what is possible, and no word twice
+    elif part < 0.65:  # to guess what is possible, and no word twice
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
     else:  # what follows if one does: what was said long ago, too, gets the same answer again
         player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(3, 12))))
@@ -542,28 +540,6 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
         return slip or player(observation, rng)
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
-
-
-def imaginary(world: TwentyQuestions, rng: random.Random) -> dict:
-    """A dialogue about a thing that no table has: its answers are drawn, but to the same always the same.
-
-    Only who looks back can foresee them. There is nothing to imitate.
-    """
-    asks = rng.sample(tuple(QUESTIONS), rng.randint(2, 6))
-    asks += [guess_of(word) for word in rng.sample(WORDS, rng.randint(2, 6))]
-    answers = {ask: rng.choice((YES, NO)) for ask in asks}
-    actions = rng.choices(asks, k=world.max_turns)
-    observations = [START]
-    for ask in actions:
-        observations.append(f"{observations[-1]}{ask} {answers[ask]}\n")
-    turns = len(actions)
-    return {
-        "observations": observations,
-        "actions": actions,
-        "rewards": [-1.0] * turns,
-        "terminated": True,
-        "imitate": [False] * turns,
-    }
 
 
 @lru_cache(maxsize=32)
