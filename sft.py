@@ -194,13 +194,14 @@ def imagine(dialogues: list[dict], n: int, rng) -> list[dict]:
     turns = max(len(dialogue["actions"]) for dialogue in dialogues)
     made = []
     for _ in range(n):
-        some = rng.choice(len(actions), rng.integers(4, 13))
-        reply_of = rng.integers(len(usual), size=len(some))
+        places = rng.integers(len(actions), size=rng.integers(4, 13))
+        some = [actions[i] for i in places]
+        reply_of = {action: usual[rng.integers(len(usual))] for action in some}
         text = dialogues[0]["observations"][0]
         dialogue = {"observations": [text], "actions": [], "imitate": [False] * turns}
         for i in rng.integers(len(some), size=turns):
-            action = actions[some[i]]
-            text += action + usual[reply_of[i]]
+            action = some[i]
+            text += action + reply_of[action]
             dialogue["actions"].append(action)
             dialogue["observations"].append(text)
         made.append(dialogue)

@@ -383,6 +383,39 @@ def test_drills_repeat_and_only_what_repeats_is_learned():
     assert len(periods) > 15
 
 
+def test_of_an_imaginary_thing_only_what_was_answered_before_is_known(tiny):
+    model, tokenizer, dialogues = tiny
+    rng = np.random.default_rng(0)
+    before = rng.bit_generator.state
+    assert sft.imagine(dialogues, 0, rng) == [] and rng.bit_generator.state == before, "none costs no number"
+    said = Counter(reply for d in dialogues for reply in envs.replies(d["observations"], d["actions"]))
+    usual = {reply for reply, _ in said.most_common(2)}
+    known = {action for d in dialogues for action in d["actions"]}
+    first, again, seen, repeats = Counter(), Counter(), set(), 0
+    for made in sft.imagine(dialogues, 200, rng):
+        replies = envs.replies(made["observations"], made["actions"])
+        assert len(replies) == max(len(d["actions"]) for d in dialogues)
+        assert made["observations"][0] == dialogues[0]["observations"][0]
+        answers = {}
+        for action, reply in zip(made["actions"], replies, strict=True):
+            (again if action in answers else first)[reply] += 1
+            repeats += action in answers
+            seen.add(answers.setdefault(action, reply) == reply or len(set(made["actions"])) > 12)
+        assert set(made["actions"]) <= known
+        (row,) = sft.rows_of(made, tokenizer, 2048)
+        assert ACTION not in row[:, 1] and REPLY in row[:, 1], "nothing is imitated, replies are learned"
+    assert set(first) == usual and seen == {True}
+    assert 0.4 < first[min(usual)] / first.total() < 0.6, "nobody can foresee the first reply"
+
+
+def test_so_many_imaginary_dialogues_are_among_an_epoch_s(tiny):
+    _, tokenizer, dialogues = tiny
+    for share in (0.0, 0.25):
+        args, rng = sft.Args(**TINY | {"imaginary": share}), np.random.default_rng(0)
+        rows = sft.rows_of_epoch(1, dialogues, tokenizer, args, rng)
+        assert len(rows) == len(dialogues) + round(share * len(dialogues))
+
+
 def test_exchanged_words_are_exchanged_throughout():
     words, rng = np.arange(100, 200), np.random.default_rng(0)
     said, read, other = [110, 120, 130, 140], [110, 120, 130, 140, 150], [5, 6]
