@@ -319,7 +319,7 @@ def test_demonstrations():
     first = [parse(dialogue["actions"][0]) for dialogue in hasty]
     assert all(first), "it garbles nothing"
     assert fmean(question.guess is not None for question in first) == pytest.approx(0.25, abs=0.04)
-    # What was said before comes again, also long after, and is not imitated but by the hasty one's forgetting.
+    # What was said before comes again, also long after; imitated is only what the hasty one forgot.
     gaps, copied = [], []
     for game in dialogues[:1000]:
         for turn, (action, imitate) in enumerate(zip(game["actions"], game["imitate"], strict=True)):
