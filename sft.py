@@ -9,7 +9,8 @@ Paper: Zhou et al. 2024 (ArCHer), arXiv:2402.19446
   E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.7   imitation_loss
 Differs from the paper; in brackets the switch (docs/sft.md has the reasons):
   D1  A tiny Llama from nothing (--model gpt2), in whose vocabulary a word is one token, or a whole line.
-  D2  Drills on repeated words (--drills N) teach it to copy, exchanged words (--exchanged SHARE) to read.
+  D2  Drills on repeated words (--drills N) teach it to copy, exchanged words (--exchanged SHARE) to read,
+      dialogues about imaginary things (--imaginary SHARE) to look back.
   D3  It learns to foresee the replies, too (--reply-weight 0), and so what a question reveals.
   D4  An action that a dialogue marks as a mistake is read but not imitated; what it leads to is foreseen.
   D5  Filtered BC (--keep 0.1) is that of sec. 5.7, on a fixed set; sec. 5.2's learns from newest rollouts.
@@ -65,6 +66,7 @@ class Args:
     keep: float = 1.0  # share of the dialogues that is learned, the best by return (paper: 0.1)
     drills: int = 0  # random sequences that repeat, learned before all else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
+    imaginary: float = 0.0  # dialogues about imaginary things, for each of the others (D2)
 
     # --- algorithm
     reply_weight: float = 1.0  # of a reply's token in the loss (D3; 0: none); one of the agent's has 1
@@ -177,6 +179,35 @@ def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
     return rows
 
 
+def imagine(dialogues: list[dict], n: int, rng) -> list[dict]:
+    """D2: `n` dialogues about imaginary things: a reply is drawn for each action, and comes each time again.
+
+    Actions are those of `dialogues`, four to twelve in each, and replies the two most frequent ones. Who does
+    not look back cannot foresee them. Nothing in them is to be imitated.
+    """
+    said = Counter()
+    actions = []
+    for dialogue in dialogues:
+        said.update(envs.replies(dialogue["observations"], dialogue["actions"]))
+        actions += dialogue["actions"]
+    usual = [reply for reply, _ in said.most_common(2)]
+    turns = max(len(dialogue["actions"]) for dialogue in dialogues)
+    made = []
+    for _ in range(n):
+        places = rng.integers(len(actions), size=rng.integers(4, 13))
+        some = [actions[i] for i in places]
+        reply_of = {action: usual[rng.integers(len(usual))] for action in some}
+        text = dialogues[0]["observations"][0]
+        dialogue = {"observations": [text], "actions": [], "imitate": [False] * turns}
+        for i in rng.integers(len(some), size=turns):
+            action = some[i]
+            text += action + reply_of[action]
+            dialogue["actions"].append(action)
+            dialogue["observations"].append(text)
+        made.append(dialogue)
+    return made
+
+
 def words_of(tokenizer) -> np.ndarray:
     """Ids of the tokens that begin with the mark of a word, SentencePiece's or GPT-2's."""
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
@@ -200,10 +231,12 @@ def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
 
 
 def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng) -> list[Row]:
-    """What an epoch learns: number 0 the drills, all others the dialogues, with words exchanged in some."""
+    """What an epoch learns: number 0 the drills, all others the dialogues, and what D2 makes of them."""
     if epoch == 0:
         tokens = np.arange(257, len(tokenizer))  # all but bytes and the end
         return drills(tokens, args.drills, rng)
+    n = round(args.imaginary * len(dialogues))
+    dialogues = dialogues + imagine(dialogues, n, rng)
     rows = rows_to_learn(dialogues, tokenizer, args.context, args.reply_weight)
     words = words_of(tokenizer)
     for i, row in enumerate(rows):

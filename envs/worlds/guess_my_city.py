@@ -720,17 +720,12 @@ class GuessMyCity(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about cities drawn evenly; "imitate" says what to imitate.
 
-        Half are of the player `hasty`, and only these are imitated: it plays badly, as most data does, so
-        that there is something to learn. The others, of the player `scripted`, are there for their replies.
+        Half are of the player `hasty`, who is imitated: it plays badly, as most data does, so that there is
+        something to learn. The others are there for their replies. In a share of their turns something is
+        said again, and what was said long ago gets the same answer.
         """
         world, rng = GuessMyCity(**self.options), random.Random(seed)
-        lessons = []
-        for _ in range(n):
-            player = rng.choice((hasty, scripted))
-            played = dialogue(world, player, rng, rng.randrange(world.num_tasks))
-            imitate = [player is hasty] * len(played["actions"])
-            lessons.append(played | {"imitate": imitate})
-        return lessons
+        return [lesson(world, rng) for _ in range(n)]
 
 
 # ------------------------------------------------------------------------------- 8. the players
@@ -819,6 +814,24 @@ def hasty(
     asks = broad_questions(25) if rng.random() < broad else narrow_questions(8)
     undecided = [(ask, yes) for ask, yes in asks if 0 < left & yes < left]
     return rng.choice(undecided or asks)[0]
+
+
+def lesson(world: GuessMyCity, rng: random.Random) -> dict:
+    """A dialogue of `demonstrations`."""
+    player, repeats = hasty, 0.0
+    if rng.random() < 0.5:
+        player = rng.choice((hasty, scripted))
+        repeats = rng.uniform(-0.2, 0.6)
+    imitate = []
+
+    def play(observation: str, rng: random.Random) -> str:
+        turns = [line.rpartition("? ") for line in observation.split("\n")[1:-1]]
+        said = [f"{question}?" for question, mark, _ in turns if mark]
+        is_again = bool(said) and rng.random() < repeats
+        imitate.append(player is hasty and not is_again)
+        return rng.choice(said) if is_again else player(observation, rng)
+
+    return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
 
 
 def closed_questions() -> list[tuple[str, int]]:

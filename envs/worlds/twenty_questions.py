@@ -519,21 +519,24 @@ def hasty(
 
 def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
-    part, look = rng.random(), rng.choice((2, 4, 8))
+    part = rng.random()
+    look = rng.choice((2, 4, 8))
     wrong = mistake
     if part < 0.4:
         player, mistakes = hasty, 0.0
-    elif part < 0.7:  # to guess what is possible, and no word twice
+    elif part < 0.65:  # to guess what is possible, and no word twice
         player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
-    else:  # what follows if one does: No, whatever else is known
-        player, mistakes = partial(narrowing, look=look, few=rng.randint(3, 12)), rng.uniform(0.3, 0.8)
-        wrong = partial(mistake, kinds=("guess again",) * 5 + ("excluded", "known", "garbled"))
+    else:  # what follows if one does: what was said long ago, too, gets the same answer again
+        player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(3, 12))))
+        mistakes = rng.uniform(0.2, 0.8)
+        kinds = ("guess again", "again", "excluded") * 3 + ("known", "known", "garbled")
+        wrong = partial(mistake, kinds=kinds)
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
         is_late = candidates(observation).bit_count() <= 12
-        imitate.append(player is hasty or (slip is None and is_late))
+        imitate.append(slip is None and (player is hasty or is_late))
         return slip or player(observation, rng)
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}

@@ -383,6 +383,37 @@ def test_drills_repeat_and_only_what_repeats_is_learned():
     assert len(periods) > 15
 
 
+def test_of_an_imaginary_thing_only_what_was_answered_before_is_known():
+    dialogues = envs.make("twenty-questions").demonstrations(300, 0)
+    rng = np.random.default_rng(0)
+    before = rng.bit_generator.state
+    assert sft.imagine(dialogues, 0, rng) == [] and rng.bit_generator.state == before, "none costs no number"
+    said = {action for d in dialogues for action in d["actions"]}
+    first, again = Counter(), 0
+    for made in sft.imagine(dialogues, 200, rng):
+        replies, answers = envs.replies(made["observations"], made["actions"]), {}
+        assert len(replies) == 20 and set(made["actions"]) <= said and len(set(made["actions"])) <= 12
+        assert made["observations"][0] == dialogues[0]["observations"][0]
+        for action, reply in zip(made["actions"], replies, strict=True):
+            first[reply] += action not in answers
+            again += action in answers
+            assert answers.setdefault(action, reply) == reply
+    assert again > first.total()
+    assert {reply for reply, n in first.items() if n} == {" Yes.\n", " No.\n"}, "the most frequent ones"
+    assert 0.45 < first[" Yes.\n"] / first.total() < 0.55, "nobody can foresee them"
+
+
+def test_so_many_imaginary_dialogues_are_among_an_epoch_s(tiny):
+    _, tokenizer, _ = tiny
+    dialogues = Parrot().demonstrations(300, 1)
+    for share in (0.0, 0.25):
+        args, rng = sft.Args(**TINY | {"imaginary": share}), np.random.default_rng(0)
+        rows = sft.rows_of_epoch(1, dialogues, tokenizer, args, rng)
+        assert len(rows) == 300 + round(share * 300)
+        for row in rows[300:]:  # replies are learned, nothing is imitated
+            assert set(row[:, 1].tolist()) == {CONTEXT, REPLY}
+
+
 def test_exchanged_words_are_exchanged_throughout():
     words, rng = np.arange(100, 200), np.random.default_rng(0)
     said, read, other = [110, 120, 130, 140], [110, 120, 130, 140, 150], [5, 6]

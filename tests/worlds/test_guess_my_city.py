@@ -580,10 +580,15 @@ def test_demonstrations():
     dialogues = envs.make("guess-my-city").demonstrations(1500, seed=0)
     assert {dialogue["answer"] for dialogue in dialogues} == set(CITIES)
     actions = [action for dialogue in dialogues for action in dialogue["actions"]]
-    assert sum(parse(action) is None for action in actions) / len(actions) == pytest.approx(0.02, abs=0.01)
-    imitated = [game for game in dialogues if game["imitate"][0]]
-    assert all(len(set(game["imitate"])) == 1 for game in dialogues)
-    assert len(imitated) / len(dialogues) == pytest.approx(0.5, abs=0.04)
+    assert sum(parse(action) is None for action in actions) / len(actions) == pytest.approx(0.01, abs=0.005)
+    imitated = [game for game in dialogues if all(game["imitate"])]
+    assert len(imitated) / len(dialogues) == pytest.approx(0.57, abs=0.04)  # half, and a few without repeats
+    repeats = []  # whether what was said before and is said again is to be imitated
+    for game in dialogues:
+        for turn, (action, imitate) in enumerate(zip(game["actions"], game["imitate"], strict=True)):
+            if action in game["actions"][:turn]:
+                repeats.append(imitate)
+    assert len(repeats) > 1000 and sum(repeats) / len(repeats) < 0.4  # the player itself forgets
     assert all(parse(action) for game in imitated for action in game["actions"])
     assert mean_return(imitated) == pytest.approx(-11.7, abs=0.6)
     assert {parse(action).topic for action in actions if parse(action)} >= {"language", "climate", "sight"}
