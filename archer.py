@@ -398,15 +398,15 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, generator, greedy):
-    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds a uniform number
+    else:  # the first token at which the cumulative probability exceeds u
         total_NV = logp_NV.exp().cumsum(-1)
-        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
-        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
@@ -452,7 +452,7 @@ class Memory:
 
 
 @torch.no_grad()
-def generate(memory, rows, starts, args, generator, greedy=False):
+def generate(memory, rows, starts, args, streams, greedy=False):
     """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
     A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
@@ -471,9 +471,13 @@ def generate(memory, rows, starts, args, generator, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
-    for step in range(args.max_action_tokens):
+    T = args.max_action_tokens
+    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT[places] = models.uniform(streams, T)
+    u_PT = u_PT.to(actor.device)
+    for step in range(T):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -492,7 +496,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
+def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
     Returns the dialogues that have an action, and -log pi of each utterance.
@@ -502,6 +506,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
+    streams = models.streams(seeds)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -517,14 +522,15 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = generate(memory, rows, starts, args, generator, greedy)
+        own = [streams[i] for i in rows]
+        utterances, logps = generate(memory, rows, starts, args, own, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 
-def with_fresh(dialogues, actor, args, generator):
+def with_fresh(dialogues, actor, args, rng):
     """Dialogues with a new utterance of the actor in each of their states, as token ids and as text."""
     result = []
     for i in range(0, len(dialogues), 16):  # all at once might not fit
@@ -534,7 +540,8 @@ def with_fresh(dialogues, actor, args, generator):
         for span in spans:
             starts[span.row].append(span.start)
         rows = dict(enumerate(rows))
-        ids, _ = generate(Memory(actor, rows), rows, starts, args, generator)
+        streams = models.streams(rng.integers(2**63, size=len(spans)))
+        ids, _ = generate(Memory(actor, rows), rows, starts, args, streams)
         for dialogue in part:
             n = len(dialogue["actions"])
             texts = [spoken(actor.tokenizer, row) for row in ids[:n]]
@@ -602,10 +609,10 @@ def actor_update(
     optimizer,
     dialogues,
     args,
-    generator,
+    rng,
 ):
     """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
-    dialogues = with_fresh(dialogues, actor, args, generator)
+    dialogues = with_fresh(dialogues, actor, args, rng)
     fresh = flat(dialogues, "fresh_ids")
     with torch.no_grad():
         v_N2, q_N2 = critic(dialogues, flat(dialogues, "fresh"))
@@ -653,8 +660,7 @@ def play_tasks(actor, args, greedy):
         passes = max(1, round(args.eval_episodes / num_tasks))
         tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
-    generator = torch.Generator(args.device).manual_seed(0)
-    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
     worlds.close()
     return dialogues
 
@@ -680,7 +686,6 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts, critic and actor; returns what it writes to summary.json."""
     run = runs.Run(args, "archer")
     rng = run.rng
-    generator = run.generator
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
     # --- models and optimisers, as they start
@@ -694,7 +699,7 @@ def main(args: Args) -> dict[str, float]:
     else:
         body = copy.deepcopy(actor.base_model)  # D2
         body.tokenizer = actor.tokenizer
-    first, _ = rollout(actor, worlds, args, generator, rng)  # a resumed run drops these
+    first, _ = rollout(actor, worlds, args, rng)  # a resumed run drops these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in first]
     value = float(np.mean(returns))  # D4
     critic = Critic(body, value, args.dtype).to(args.device)
@@ -716,14 +721,14 @@ def main(args: Args) -> dict[str, float]:
     for iteration in run.iterations(args.iterations):
         logs = []
         # 1. dialogues of the current actor
-        played, nll = rollout(actor, worlds, args, generator, rng)
+        played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
         del replay_buffer[: -args.buffer_size]
 
         # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
-        pool = with_fresh(pool, actor, args, generator)
+        pool = with_fresh(pool, actor, args, rng)
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
         for _ in range(args.critic_updates):
             batch = rng.choice(pool, args.critic_batch)
@@ -737,9 +742,7 @@ def main(args: Args) -> dict[str, float]:
             actor_optimizer.param_groups[0]["lr"] = lr
             for _ in range(args.actor_updates):
                 batch = rng.choice(replay_buffer, args.actor_batch)
-                log = actor_update(
-                    actor, ref_model, critic, baseline, actor_optimizer, batch, args, generator
-                )
+                log = actor_update(actor, ref_model, critic, baseline, actor_optimizer, batch, args, rng)
                 logs.append(log)
 
         # 4. metrics, evaluation, checkpoint

@@ -388,22 +388,22 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, generator, greedy):
-    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds a uniform number
+    else:  # the first token at which the cumulative probability exceeds u
         total_NV = logp_NV.exp().cumsum(-1)
-        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
-        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
-def write_utterances(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, streams, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
     A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
@@ -426,9 +426,13 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
-    for step in range(args.max_action_tokens):
+    T = args.max_action_tokens
+    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT[places] = models.uniform(streams, T)
+    u_PT = u_PT.to(actor.device)
+    for step in range(T):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -445,7 +449,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
+def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
     Returns the dialogues that have an action, and -log pi of each utterance.
@@ -455,6 +459,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
+    streams = models.streams(seeds)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -469,20 +474,22 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, generator, greedy)
+        own = [streams[i] for i in rows]
+        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, own, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 
-def fresh_utterances(actor, dialogues, args, generator):
+def fresh_utterances(actor, dialogues, args, rng):
     """One utterance of the current actor in each of the N states of some dialogues, as token ids."""
     rows, spans, _ = lay_out(dialogues, actor.tokenizer)
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row].append(span.start)
-    fresh, _ = write_utterances(actor, rows, starts, args, generator)
+    streams = models.streams(rng.integers(2**63, size=len(spans)))
+    fresh, _ = write_utterances(actor, rows, starts, args, streams)
     return fresh
 
 
@@ -543,14 +550,14 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
     }
 
 
-def actor_update(actor, critic, optimizer, dialogues, args, generator):
+def actor_update(actor, critic, optimizer, dialogues, args, rng):
     """One step on E7 with the utterances of the data, or on E3 with some that the actor has just sampled."""
     logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args.temperature, args.dtype)
     nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
     data_nll = nll_M.sum() / len(flat(dialogues, "actions"))
     texts = None  # the critic judges the data's actions, unless there are others
     if args.actor_loss == "reinforce":
-        fresh = fresh_utterances(actor, dialogues, args, generator)
+        fresh = fresh_utterances(actor, dialogues, args, rng)
         texts = [spoken(actor.tokenizer, ids) for ids in fresh]
         logits_MV, token_M, _, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
         nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
@@ -590,8 +597,7 @@ def play_tasks(actor, args, greedy):
         passes = max(1, round(args.eval_episodes / num_tasks))
         tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
-    generator = torch.Generator(args.device).manual_seed(0)
-    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
     worlds.close()
     return dialogues
 
@@ -679,7 +685,7 @@ def main(args: Args) -> dict[str, float]:
         actor_optimizer.param_groups[0]["lr"] = args.actor_lr * share
         for _ in range(args.actor_updates):
             batch = rng.choice(imitated, args.batch)
-            logs.append(actor_update(actor, critic, actor_optimizer, batch, args, run.generator))
+            logs.append(actor_update(actor, critic, actor_optimizer, batch, args, rng))
 
         # 3. metrics, evaluation, checkpoint
         metrics = {"data/return": data_return}

@@ -122,6 +122,7 @@ class Trajectory:
     # --- while it is played
     turn_start: int = 0  # where in the ids the present turn begins
     pending: Future | None = None  # what the world will say, while it is at work
+    u_T: list[float] = ()  # random numbers, one for each token that it may write
 
     # --- while it is learned from; log-probs are of the sampled tokens [M]
     advantage: float | None = None  # E1 or E6; the same for all its tokens
@@ -192,22 +193,10 @@ def make_model(args: Args, source: str):
         p.data = p.data.to(args.device, dtype, copy=True)
     model.to(args.device)
     if args.lora:
-        add_adapters(model, args.lora_rank)
+        models.add_adapters(model, args.lora_rank)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model
-
-
-def add_adapters(model, rank: int) -> None:
-    """Low-rank adapters, which are all that is trained from now on."""
-    try:
-        from peft import LoraConfig
-    except ModuleNotFoundError as error:
-        raise ValueError("--lora needs the package peft: pip install peft") from error
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
 
 
 @contextmanager
@@ -387,29 +376,33 @@ def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
     return tokenizer.decode(turn, skip_special_tokens=True)
 
 
-def sample_tokens(logits_NV, generator, greedy):
-    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds a uniform number
+    else:  # the first token at which the cumulative probability exceeds u
         total_NV = logp_NV.exp().cumsum(-1)
-        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
-        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
-def rollout(model, worlds, tasks, seeds, args, generator, greedy=False, may_drop=False):
-    """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory of each."""
+def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=False):
+    """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory of each.
+
+    `seeds` are the worlds', `draws` those of what is sampled.
+    """
+    u_NT = models.uniform(models.streams(draws), args.context).tolist()
     n = len(worlds)
     played = []
     for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
-        t = Trajectory(task, seed, worlds[i % n])
+        t = Trajectory(task, seed, worlds[i % n], u_T=u_NT[i])
         played.append(t)
     for i in range(0, len(played), n):
-        play_together(model, played[i : i + n], args, generator, greedy, may_drop)
+        play_together(model, played[i : i + n], args, greedy, may_drop)
     return played
 
 
@@ -424,7 +417,7 @@ def start(played, pool, tokenizer, args) -> None:
 
 
 @torch.no_grad()
-def play_together(model, played, args, generator, greedy, may_drop) -> None:
+def play_together(model, played, args, greedy, may_drop) -> None:
     """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
 
     Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
@@ -439,7 +432,8 @@ def play_together(model, played, args, generator, greedy, may_drop) -> None:
         while batch:  # row b of the memory is that of batch[b]
             # 1. one token for all that write
             logits_BV = models.logits_of(model, memory.hidden_BH).float() / args.temperature
-            token_B, logp_B = sample_tokens(logits_BV, generator, greedy)
+            u_B = torch.tensor([t.u_T[len(t.logps)] for t in batch])
+            token_B, logp_B = sample_tokens(logits_BV, u_B, greedy)
             sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
             for t, token, logp in sampled:
                 if t.pending:
@@ -701,8 +695,7 @@ def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
 def play_all(model, worlds, args, greedy: bool) -> dict:
     """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
     tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
-    generator = torch.Generator(args.device).manual_seed(0)
-    played = rollout(model, worlds, tasks, tasks, args, generator, greedy)  # a task's number is its seed
+    played = rollout(model, worlds, tasks, tasks, tasks, args, greedy)  # a task's number is its seed
     solved = {t.task: t.success for t in played}
     metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
     metrics["cut"] = fmean(t.cut for t in played)
@@ -785,7 +778,8 @@ def main(args: Args) -> dict:
         seed_P = run.rng.integers(2**31, size=args.tasks)
         tasks = task_P.repeat(K).tolist()
         seeds = seed_P.repeat(K).tolist()
-        played = rollout(model, worlds, tasks, seeds, args, run.generator, may_drop=True)
+        draws = run.rng.integers(2**63, size=len(tasks))
+        played = rollout(model, worlds, tasks, seeds, draws, args, may_drop=True)
         rolled = time.time()
 
         # 2. their advantages, and some steps

@@ -274,22 +274,22 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, generator, greedy):
-    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds a uniform number
+    else:  # the first token at which the cumulative probability exceeds u
         total_NV = logp_NV.exp().cumsum(-1)
-        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
-        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
-def write_utterances(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, streams, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
     A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
@@ -312,9 +312,13 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
-    for step in range(args.max_action_tokens):
+    T = args.max_action_tokens
+    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT[places] = models.uniform(streams, T)
+    u_PT = u_PT.to(actor.device)
+    for step in range(T):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -332,13 +336,14 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
 
 
 @torch.no_grad()
-def best_utterances(actor, critic, rows, spans, args, generator):
+def best_utterances(actor, critic, rows, spans, args, streams):
     """E3: in each of N states, which stand before `spans` in `rows`, the best of K utterances, as text."""
     K = args.candidates
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row] += [span.start] * K
-    utterances, _ = write_utterances(actor, rows, starts, args, generator)
+    each_K_times = [stream for stream in streams for _ in range(K)]
+    utterances, _ = write_utterances(actor, rows, starts, args, each_K_times)
     texts = [spoken(actor.tokenizer, ids) for ids in utterances]
     each_K_times = [span for span in spans for _ in range(K)]
     _, q_M2 = critic.judge(rows, each_K_times, texts)  # D3
@@ -353,7 +358,6 @@ def rollout(
     critic,
     worlds,
     args,
-    generator,
     rng=None,
     indices=None,
 ):
@@ -365,6 +369,7 @@ def rollout(
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
+    streams = models.streams(seeds)
     # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
     room = 4 * args.max_action_tokens
     while alive := worlds.alive():
@@ -382,7 +387,8 @@ def rollout(
             start = len(row)
             span = Span(b, start, start)  # where an action will stand
             spans.append(span)
-        texts = best_utterances(actor, critic, list(rows.values()), spans, args, generator)
+        own = [streams[i] for i in rows]
+        texts = best_utterances(actor, critic, list(rows.values()), spans, args, own)
         worlds.step(dict(zip(rows, texts, strict=True)))
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
 
@@ -399,12 +405,13 @@ def descend(loss, optimizer, parameters, max_norm, what):
     return norm.item()
 
 
-def with_best(dialogues, actor, critic, args, generator):
+def with_best(dialogues, actor, critic, args, rng):
     """Dialogues with an utterance of pi in each state, as text: the a ~ pi of E2 (D6)."""
     result = []
     for dialogue in dialogues:
         rows, spans, _ = lay_out([dialogue], actor.tokenizer)
-        texts = best_utterances(actor, critic, rows, spans, args, generator)
+        streams = models.streams(rng.integers(2**63, size=len(spans)))
+        texts = best_utterances(actor, critic, rows, spans, args, streams)
         result.append(dialogue | {"best": texts})
     return result
 
@@ -455,8 +462,7 @@ def evaluate(actor, critic, args):
     passes = max(1, round(args.eval_episodes / num_tasks))
     tasks = passes * tasks
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
-    generator = torch.Generator(args.device).manual_seed(0)
-    dialogues = rollout(actor, critic, worlds, args, generator, None, tasks)
+    dialogues = rollout(actor, critic, worlds, args, None, tasks)
     worlds.close()
     return envs.summarise(dialogues, "eval/{}")
 
@@ -466,7 +472,6 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts and critic updates; returns what it writes to summary.json."""
     run = runs.Run(args, "chai")
     rng = run.rng
-    generator = run.generator
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
     # --- models and optimiser, as they start; the actor stays so (D1)
@@ -476,7 +481,7 @@ def main(args: Args) -> dict[str, float]:
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)
-    first = rollout(actor, blank, worlds, args, generator, rng)  # a resumed run drops these
+    first = rollout(actor, blank, worlds, args, rng)  # a resumed run drops these
     returns = []
     for dialogue in first:
         from_turns = mc_returns(dialogue["rewards"], args.gamma)
@@ -497,7 +502,7 @@ def main(args: Args) -> dict[str, float]:
         began = time.time()
         logs = []
         # 1. dialogues of the frozen actor, by the current critic's choice
-        played = rollout(actor, critic, worlds, args, generator, rng)
+        played = rollout(actor, critic, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
         while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
@@ -505,7 +510,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 2. the critic
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
-        pool = with_best(pool, actor, critic, args, generator)
+        pool = with_best(pool, actor, critic, args, rng)
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
         for _ in range(args.critic_updates):
             batch = rng.choice(pool, args.critic_batch)

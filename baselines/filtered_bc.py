@@ -201,15 +201,15 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, generator, greedy):
-    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds a uniform number
+    else:  # the first token at which the cumulative probability exceeds u
         total_NV = logp_NV.exp().cumsum(-1)
-        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
-        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
@@ -255,7 +255,7 @@ class Memory:
 
 
 @torch.no_grad()
-def generate(memory, rows, starts, args, generator, greedy=False):
+def generate(memory, rows, starts, args, streams, greedy=False):
     """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
     A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
@@ -274,9 +274,13 @@ def generate(memory, rows, starts, args, generator, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
-    for step in range(args.max_action_tokens):
+    T = args.max_action_tokens
+    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT[places] = models.uniform(streams, T)
+    u_PT = u_PT.to(actor.device)
+    for step in range(T):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -295,7 +299,7 @@ def generate(memory, rows, starts, args, generator, greedy=False):
     return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
+def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
     Returns the dialogues that have an action, and -log pi of each utterance.
@@ -305,6 +309,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
+    streams = models.streams(seeds)
     # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
     room = 4 * args.max_action_tokens
     nll = []
@@ -320,7 +325,8 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = generate(memory, rows, starts, args, generator, greedy)
+        own = [streams[i] for i in rows]
+        utterances, logps = generate(memory, rows, starts, args, own, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
@@ -366,8 +372,7 @@ def play_tasks(actor, args, greedy):
         passes = max(1, round(args.eval_episodes / num_tasks))
         tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
-    generator = torch.Generator(args.device).manual_seed(0)
-    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
     worlds.close()
     return dialogues
 
@@ -400,7 +405,7 @@ def main(args: Args) -> dict[str, float]:
         began = time.time()
         logs = []
         # 1. dialogues of the current actor; the buffer has the newest
-        played, nll = rollout(actor, worlds, args, run.generator, rng)
+        played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
         while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:

@@ -252,22 +252,22 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, generator, greedy):
-    """A token sampled from each row's softmax, or its likeliest; the token's log-prob; both [N]."""
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds a uniform number
+    else:  # the first token at which the cumulative probability exceeds u
         total_NV = logp_NV.exp().cumsum(-1)
-        u_N1 = torch.rand(len(logp_NV), 1, generator=generator, device=generator.device)
-        token_N1 = torch.searchsorted(total_NV, u_N1 * total_NV[:, -1:], right=True)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
         token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
     logp_N1 = logp_NV.gather(-1, token_N1)
     return token_N1[:, 0], logp_N1[:, 0]
 
 
 @torch.no_grad()
-def write_utterances(actor, rows, starts, args, generator, greedy=False):
+def write_utterances(actor, rows, starts, args, streams, greedy=False):
     """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
 
     A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
@@ -290,9 +290,13 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
-    for step in range(args.max_action_tokens):
+    T = args.max_action_tokens
+    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT[places] = models.uniform(streams, T)
+    u_PT = u_PT.to(actor.device)
+    for step in range(T):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), generator, greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -309,7 +313,7 @@ def write_utterances(actor, rows, starts, args, generator, greedy=False):
     return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False):
+def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
     Returns the dialogues that have an action, and -log pi of each utterance.
@@ -320,6 +324,7 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
+    streams = models.streams(seeds)
     for dialogue in worlds.dialogues:
         dialogue["ids"] = []
     nll = []
@@ -334,7 +339,8 @@ def rollout(actor, worlds, args, generator, rng=None, indices=None, greedy=False
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, generator, greedy)
+        own = [streams[i] for i in rows]
+        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, own, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         for i, ids in zip(rows, utterances, strict=True):
@@ -434,8 +440,7 @@ def play_tasks(actor, args, greedy):
         passes = max(1, round(args.eval_episodes / num_tasks))
         tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
-    generator = torch.Generator(args.device).manual_seed(0)
-    dialogues, _ = rollout(actor, worlds, args, generator, None, tasks, greedy)
+    dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
     worlds.close()
     return dialogues
 
@@ -452,7 +457,6 @@ def main(args: Args) -> dict[str, float]:
     """Iterations of rollouts and updates; returns what it writes to summary.json."""
     run = runs.Run(args, "ppo")
     rng = run.rng
-    generator = run.generator
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
     # --- models and optimisers, as they start
@@ -462,7 +466,7 @@ def main(args: Args) -> dict[str, float]:
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer
-    played, nll = rollout(actor, worlds, args, generator, rng)  # a resumed run drops these
+    played, nll = rollout(actor, worlds, args, rng)  # a resumed run drops these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in played]
     value = float(np.mean(returns))  # D4
     critic = ValueNetwork(body, value, args.dtype).to(args.device)
@@ -481,7 +485,7 @@ def main(args: Args) -> dict[str, float]:
         logs = []
         # 1. dialogues of the current actor, and what each token of them was worth
         if iteration > 1:  # the first ones are played already
-            played, nll = rollout(actor, worlds, args, generator, rng)
+            played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
         judged, explained = judge(played, actor, critic, args)
 

@@ -134,8 +134,8 @@ def play(model, tasks: list[int], turns: int, prompt: int, written: int, read: i
         max_action_tokens=written, context=prompt + turns * (written + read + 1) + 1, world_threads=1
     )
     worlds = [World(prompt, turns, read, model.config.vocab_size) for _ in tasks]
-    generator = torch.Generator().manual_seed(0)
-    return loop_ppo.rollout(model, worlds, tasks, list(range(len(tasks))), args, generator)
+    seeds = list(range(len(tasks)))
+    return loop_ppo.rollout(model, worlds, tasks, seeds, seeds, args)
 
 
 @torch.no_grad()

@@ -184,9 +184,9 @@ def own_logps(model, row: list[int], number: int) -> torch.Tensor:
 def archer_gap(model) -> float:
     """Of what archer.py samples in a dialogue, and of how it scores that, in nats."""
 
-    def write(row, start_S, args, generator):
+    def write(row, start_S, args, streams):
         rows = {0: row}
-        return archer.generate(archer.Memory(model, rows), rows, [start_S], args, generator)
+        return archer.generate(archer.Memory(model, rows), rows, [start_S], args, streams)
 
     return gap_of_forks(model, archer, write)
 
@@ -194,8 +194,8 @@ def archer_gap(model) -> float:
 def offline_gap(model) -> float:
     """The same of archer_offline_iql.py, which has no memory."""
 
-    def write(row, start_S, args, generator):
-        return archer_offline_iql.write_utterances(model, [row], [start_S], args, generator)
+    def write(row, start_S, args, streams):
+        return archer_offline_iql.write_utterances(model, [row], [start_S], args, streams)
 
     return gap_of_forks(model, archer_offline_iql, write)
 
@@ -207,7 +207,7 @@ def gap_of_forks(model, script, write) -> float:
     dialogue, args = dialogue_of(model), script.Args(max_action_tokens=4)
     (row,), spans, _ = script.lay_out([dialogue], model.tokenizer)
     start_S = [span.start for span in spans]
-    fresh, totals = write(row, start_S, args, torch.Generator().manual_seed(0))
+    fresh, totals = write(row, start_S, args, models.streams(range(len(start_S))))
     logits_MV, token_M, _, owner_M = script.score(model, [dialogue], fresh, 1.0, "float32")
     scored_M = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
     gaps = []

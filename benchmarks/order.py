@@ -122,11 +122,11 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 # ---------------------------------------------------------- 2. dialogues
 def play(actor, n: int, seed: int, args: archer.Args) -> list[dict]:
     """`n` sampled dialogues."""
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     worlds = envs.VecTextEnv(WORLD, min(n, 64))
     dialogues = []
     while len(dialogues) < n:
-        dialogues += archer.rollout(actor, worlds, args, generator, rng)[0]
+        dialogues += archer.rollout(actor, worlds, args, rng)[0]
     return dialogues[:n]
 
 
@@ -146,9 +146,9 @@ def gae_of(dialogue: dict, worth: Worth, lam: float) -> list[float]:
 class Judge:
     """Eight utterances in each state of some dialogues, and the worth of each."""
 
-    def __init__(self, actor, dialogues: list[dict], worth: Worth, args: archer.Args, generator):
+    def __init__(self, actor, dialogues: list[dict], worth: Worth, args: archer.Args, rng):
         self.dialogues = dialogues
-        self.draws = [archer.with_fresh(dialogues, actor, args, generator) for _ in range(EACH)]
+        self.draws = [archer.with_fresh(dialogues, actor, args, rng) for _ in range(EACH)]
         self.turn_N = np.concatenate([np.arange(len(dialogue["actions"])) for dialogue in dialogues])
         states = [state for dialogue in dialogues for state in dialogue["observations"][:-1]]
         worths = []
@@ -172,7 +172,7 @@ class Judge:
         return [correlation(guess_NK[at], self.advantage_NK[at]) for at in where]
 
 
-def learn(actor, data: list[dict], judge: Judge, args: archer.Args, updates: int, rng, generator) -> None:
+def learn(actor, data: list[dict], judge: Judge, args: archer.Args, updates: int, rng) -> None:
     """Makes the updates of a critic as archer.py does, and prints what the judge says of it."""
     body = copy.deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer
@@ -183,7 +183,7 @@ def learn(actor, data: list[dict], judge: Judge, args: archer.Args, updates: int
     print("updates    all   turns 1-6   turns 11-20   V explains")
     for update in range(updates):
         if update % args.critic_updates == 0:
-            pool = archer.with_fresh(rng.choice(data, args.critic_pool), actor, args, generator)
+            pool = archer.with_fresh(rng.choice(data, args.critic_pool), actor, args, rng)
         batch = rng.choice(pool, args.critic_batch)
         log = archer.critic_update(critic, target_critic, optimizer, batch, args)
         if (update + 1) % 50 == 0:
@@ -200,17 +200,17 @@ def main(args: Args) -> None:
     transformers.logging.disable_progress_bar()
     settings = archer.Args(env=WORLD, critic_lr=args.critic_lr, critic_batch=args.critic_batch)
     actor = models.load(transformers.AutoModelForCausalLM, args.checkpoint, settings)
-    rng, generator = np.random.default_rng(args.seed), torch.Generator().manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
     data = play(actor, args.dialogues, args.seed + 1, settings)
     judged = play(actor, JUDGED, args.seed + 2, settings)
     worth = Worth(data + judged, settings.gamma)
-    judge = Judge(actor, judged, worth, settings, generator)
+    judge = Judge(actor, judged, worth, settings, rng)
     print(f"standard deviation of an advantage: {judge.advantage_NK.std():.2f} points")
     for lam in LAMBDAS:
         found = np.concatenate([gae_of(dialogue, worth, lam) for dialogue in judged])
         print(f"GAE, lambda {lam:<4}  {np.corrcoef(found, judge.taken_N)[0, 1]:.2f}")
     with variants.exchanged(args.variant):
-        learn(actor, data, judge, settings, args.updates, rng, generator)
+        learn(actor, data, judge, settings, args.updates, rng)
 
 
 if __name__ == "__main__":

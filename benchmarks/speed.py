@@ -48,7 +48,7 @@ def rate(part, repeats: int, device: str) -> float:
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    rng, generator = np.random.default_rng(args.seed), torch.Generator(args.device).manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     with contextlib.redirect_stdout(sys.stderr):
@@ -64,19 +64,19 @@ def main(args: Args) -> None:
     )
 
     def play():
-        return archer.rollout(actor, worlds, args, generator, rng)[0]
+        return archer.rollout(actor, worlds, args, rng)[0]
 
     def count(dialogues):
         return sum(len(dialogue["actions"]) for dialogue in dialogues)
 
     played = play()
     acted = played[: args.actor_batch]
-    seen = archer.with_fresh(played[: args.critic_batch], actor, args, generator)
+    seen = archer.with_fresh(played[: args.critic_batch], actor, args, rng)
     critic_step = (critic, target_critic, critic_optimizer, seen, args)
-    actor_step = (actor, ref_model, critic, baseline, actor_optimizer, acted, args, generator)
+    actor_step = (actor, ref_model, critic, baseline, actor_optimizer, acted, args, rng)
     parts = {
         "rollout": lambda: count(play()),
-        "sampling for the steps": lambda: count(archer.with_fresh(acted, actor, args, generator)),
+        "sampling for the steps": lambda: count(archer.with_fresh(acted, actor, args, rng)),
         "critic step": lambda: archer.critic_update(*critic_step) and count(seen),
         "actor step, sampling included": lambda: archer.actor_update(*actor_step) and count(acted),
     }

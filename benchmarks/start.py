@@ -64,7 +64,7 @@ def play_held(actor, args: archer.Args, k: int, is_guess: Callable[[str], bool])
     tasks *= max(1, round(args.eval_episodes / num_tasks))
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=list(range(len(tasks))), indices=tasks)
-    generator = torch.Generator(args.device).manual_seed(0)
+    streams = models.streams(range(len(tasks)))
     context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     while alive := worlds.alive():
         _, _, prompts = archer.lay_out([worlds.dialogues[i] for i in alive], actor.tokenizer)
@@ -79,7 +79,8 @@ def play_held(actor, args: archer.Args, k: int, is_guess: Callable[[str], bool])
                 break
             starts = [[len(row)] for row in rows.values()]
             memory = archer.Memory(actor, rows)  # a new one each time: rows that are left out come back
-            utterances, _ = archer.generate(memory, rows, starts, args, generator)
+            own = [streams[i] for i in rows]
+            utterances, _ = archer.generate(memory, rows, starts, args, own)
             texts = [archer.spoken(actor.tokenizer, ids) for ids in utterances]
             said |= dict(zip(rows, texts, strict=True))
             early = [i for i in rows if len(worlds.dialogues[i]["actions"]) < k and is_guess(said[i])]

@@ -100,13 +100,13 @@ class FreshAtEveryUpdate:
         self.sample = archer.with_fresh
         self.update = archer.critic_update
 
-    def with_fresh(self, dialogues, actor, args, generator):
+    def with_fresh(self, dialogues, actor, args, rng):
         self.actor = actor
-        self.generator = generator
+        self.rng = rng
         return dialogues
 
     def critic_update(self, critic, target_critic, optimizer, dialogues, args):
-        dialogues = self.sample(dialogues, self.actor, args, self.generator)
+        dialogues = self.sample(dialogues, self.actor, args, self.rng)
         return self.update(critic, target_critic, optimizer, dialogues, args)
 
 
@@ -137,9 +137,9 @@ class OwnBaseline:
         _, _, hidden_MH, _ = self.score(self.network, dialogues, utterances, temperature, dtype)
         return logits_MV, token_M, hidden_MH, owner_M
 
-    def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, generator):
+    def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
         """archer.actor_update behind updates of network and head."""
-        sampled = archer.with_fresh(dialogues, actor, args, generator)
+        sampled = archer.with_fresh(dialogues, actor, args, rng)
         fresh = archer.flat(sampled, "fresh_ids")
         texts = archer.flat(sampled, "fresh")
         with torch.no_grad():
@@ -153,7 +153,7 @@ class OwnBaseline:
             loss = archer.baseline_loss(baseline(hidden_MH)[:, 0], advantage_N, owner_M)  # E4
             parameters = self.optimizer.param_groups[0]["params"]
             archer.descend(loss, self.optimizer, parameters, args.max_grad_norm, "baseline")
-        return self.update(actor, ref_model, critic, baseline, optimizer, dialogues, args, generator)
+        return self.update(actor, ref_model, critic, baseline, optimizer, dialogues, args, rng)
 
 
 # ---------------------------------------------------------- mc, iql
@@ -190,7 +190,7 @@ class CriticWithTwinQ(archer.Critic):
         return v_N2, sum_N2 - v_N2
 
 
-def without_fresh(dialogues, actor, args, generator):
+def without_fresh(dialogues, actor, args, rng):
     """archer.with_fresh, but what was said stands for what would be said: a ~ data."""
     return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
 

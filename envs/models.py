@@ -108,6 +108,18 @@ def merge_adapter(model) -> None:
     model.requires_grad_(True)
 
 
+def add_adapters(model, rank: int) -> None:
+    """Low-rank adapters, which are all that is trained from now on: on all linear layers but the head."""
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError as error:
+        raise ValueError("--lora needs the package peft: pip install peft") from error
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+
+
 def why_not_loaded(source: str, error: Exception, args=None) -> str:
     """Why there is no model in a folder, or of a name, which may have been meant for a folder.
 
@@ -308,7 +320,32 @@ def logits_of(model, hidden):
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
 
-# ---------------------------------------------------------- 4. the probe
+# ---------------------------------------------------------- 4. sampling
+def streams(seeds) -> list:
+    """A generator of random numbers for each seed: one that no world has, not even with the same seed.
+
+    numpy's, as its numbers are the same on every device.
+    """
+    from numpy.random import SeedSequence, default_rng
+
+    # Not [seed, 0], which is as good as `seed` alone; and a world may spawn some of its own.
+    return [default_rng(SeedSequence(int(seed), spawn_key=(2**31,))) for seed in seeds]
+
+
+def uniform(streams: list, number: int):
+    """The next numbers of each stream [N, number], at least 0 and below 1.
+
+    All that an utterance may need, so that how long others are does not change what comes next.
+    """
+    import numpy
+    import torch
+
+    # float32, not rounded to it: that could be 1
+    rows = [stream.random(number, dtype=numpy.float32) for stream in streams]
+    return torch.from_numpy(numpy.stack(rows))
+
+
+# ---------------------------------------------------------- 5. the probe
 PROBED = 512  # tokens of the row with which a model is probed, at most
 FORK = 4  # of these, tokens of another utterance than the row's
 WINDOW = 16  # of a sliding window, while a model is probed

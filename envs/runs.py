@@ -134,7 +134,7 @@ def check_device(device: str) -> None:
 class Run:
     """The books of a run: clock, random numbers, folder, log, checkpoint and summary.
 
-        run = runs.Run(args, "archer")  # the clock starts; run.rng and run.generator are seeded
+        run = runs.Run(args, "archer")  # the clock starts; run.rng is seeded
         ...                             # worlds, models, optimisers: what fails here leaves no folder
         run.start({"actor": actor, "optimizer": optimizer}, episodes=0)  # a new folder, or the one to resume
         for iteration in run.iterations(args.iterations):
@@ -165,7 +165,6 @@ class Run:
         torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
         self.rng = numpy.random.default_rng(args.seed)
-        self.generator = torch.Generator(args.device).manual_seed(args.seed)
         self.args, self.script, self.samples_file = args, script, samples_file
         self.iteration = 0
         self.metrics, self.samples = [], []  # the records of metrics.jsonl, and of samples_file
@@ -206,7 +205,6 @@ class Run:
             for name, module in self.modules.items():
                 module.load_state_dict(saved["modules"][name])
             self.rng.bit_generator.state = saved["rng"]
-            self.generator.set_state(saved["generator"])
             torch.set_rng_state(saved["torch_rng"])
             self.iteration, self.state = saved["iteration"], saved["state"]
             self.metrics, self.samples = saved["metrics"], saved["samples"]
@@ -270,7 +268,6 @@ class Run:
         state["seconds"], state["cpu_seconds"] = self.seconds()
         state["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
         state["rng"], state["torch_rng"] = self.rng.bit_generator.state, torch.get_rng_state()
-        state["generator"] = self.generator.get_state()
         with self.writing("the checkpoint"):
             for name, model in models.items():  # first: these may fit on a nearly full disk
                 temporary = self.folder / f"{name}.tmp"

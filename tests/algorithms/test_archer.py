@@ -253,21 +253,21 @@ def critic_of(actor, kind="decoder", seed=0, folders=None):
 
 def play(world, actor, n=8, seed=0, greedy=False, **changes):
     """`n` dialogues of the actor, tasks in turn, and the nll of every utterance."""
-    worlds, generator = envs.VecTextEnv(world, n), torch.Generator().manual_seed(seed)
+    worlds, rng = envs.VecTextEnv(world, n), np.random.default_rng(seed)
     indices = [i % worlds.envs[0].num_tasks for i in range(n)]
-    return archer.rollout(actor, worlds, small(**changes), generator, None, indices, greedy)
+    return archer.rollout(actor, worlds, small(**changes), rng, indices, greedy)
 
 
 def fresh_for(dialogues, actor, seed=5, **changes):
     """An utterance of the actor for each of the N states of some dialogues, as token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return archer.flat(archer.with_fresh(dialogues, actor, small(**changes), generator), "fresh_ids")
+    rng = np.random.default_rng(seed)
+    return archer.flat(archer.with_fresh(dialogues, actor, small(**changes), rng), "fresh_ids")
 
 
-def write(actor, rows, starts, args, generator, greedy=False):
+def write(actor, rows, starts, args, seeds, greedy=False):
     """`generate` for rows that nobody has read."""
-    rows = dict(enumerate(rows))
-    return archer.generate(archer.Memory(actor, rows), rows, starts, args, generator, greedy)
+    rows, streams = dict(enumerate(rows)), models.streams(seeds)
+    return archer.generate(archer.Memory(actor, rows), rows, starts, args, streams, greedy)
 
 
 # ---------------------------------------------------------------- what the tests compute themselves
@@ -642,7 +642,7 @@ def test_more_dialogues_than_are_read_at_once(actor, tokenizer, monkeypatch):
     played = Toy().demonstrations(8, seed=0) * 25
     before_it, calls = copy.deepcopy(played), heard(monkeypatch)
     args = small(max_action_tokens=1)
-    written = archer.with_fresh(played, actor, args, torch.Generator().manual_seed(5))
+    written = archer.with_fresh(played, actor, args, np.random.default_rng(5))
     assert played == before_it and [d["observations"] for d in written] == [d["observations"] for d in played]
     assert [len(d["fresh"]) for d in written] == [len(d["actions"]) for d in played]
     texts = [archer.spoken(tokenizer, ids) for ids in archer.flat(written, "fresh_ids")]
@@ -685,7 +685,7 @@ def test_sample_draws_from_the_whole_softmax(actor, tokenizer):
     with torch.no_grad():
         p = (actor(input_ids=torch.tensor([row])).logits[0, -1].double() / 0.7).softmax(-1)
     rows, starts = [row] * (N // 10), [[len(row)] * 10] * (N // 10)
-    written, _ = write(actor, rows, starts, args, torch.Generator().manual_seed(1))
+    written, _ = write(actor, rows, starts, args, range(N))
     assert chi_square(torch.tensor(written).flatten(), p) < 4
 
 
@@ -701,15 +701,16 @@ def chi_square(token_N, p_V) -> float:
 
 
 def test_sample_tokens():
-    """Each row of its own softmax, by the given generator alone; the log-prob is that of the token."""
+    """Each row of its own softmax, by the given numbers alone; the log-prob is that of the token."""
     torch.manual_seed(0)
     logits_2V = 2 * torch.randn(2, 100)
     logits_NV = logits_2V.repeat(10_000, 1)
+    u_N, v_N = (models.uniform(models.streams([seed]), len(logits_NV))[0] for seed in (1, 2))
     logp_2V = logits_2V.double().log_softmax(-1)
     for greedy in (False, True):
-        token_N, logp_N = archer.sample_tokens(logits_NV, torch.Generator().manual_seed(1), greedy)
-        again_N, _ = archer.sample_tokens(logits_NV, torch.Generator().manual_seed(1), greedy)
-        other_N, _ = archer.sample_tokens(logits_NV, torch.Generator().manual_seed(2), greedy)
+        token_N, logp_N = archer.sample_tokens(logits_NV, u_N, greedy)
+        again_N, _ = archer.sample_tokens(logits_NV, u_N, greedy)
+        other_N, _ = archer.sample_tokens(logits_NV, v_N, greedy)
         assert torch.equal(token_N, again_N) and torch.equal(token_N, other_N) == greedy
         for row in range(2):
             own_N = token_N[row::2]
@@ -720,27 +721,41 @@ def test_sample_tokens():
                 assert chi_square(own_N, logp_2V[row].exp()) < 4
 
 
-def test_no_token_without_probability_is_drawn(monkeypatch):
+def test_no_token_without_probability_is_drawn():
     """Also not where the uniform number is 0 or close to 1, or where the probabilities add up to less."""
-    u_N1 = torch.tensor([[0.0], [0.4999], [0.5001], [1 - 2**-24]])
-    monkeypatch.setattr(torch, "rand", lambda *shape, **options: u_N1)
+    u_N = torch.tensor([0.0, 0.4999, 0.5001, 1 - 2**-24])  # the last is the largest below 1 in float32
     logits_NV = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]]).expand(4, -1)
-    assert archer.sample_tokens(logits_NV, torch.Generator(), False)[0].tolist() == [1, 1, 3, 3]
+    assert archer.sample_tokens(logits_NV, u_N, False)[0].tolist() == [1, 1, 3, 3]
     sums = []
     for V in range(90, 130):
         logits_NV = torch.zeros(4, V)
         logits_NV[:, -1] = -math.inf
         sums.append(logits_NV[0].log_softmax(-1).exp().cumsum(-1)[-1])
-        assert archer.sample_tokens(logits_NV, torch.Generator(), False)[0].max() == V - 2
-    assert min(sums) < u_N1.max()
+        assert archer.sample_tokens(logits_NV, u_N, False)[0].max() == V - 2
+    assert min(sums) < u_N.max()
+
+
+def test_an_utterance_is_that_of_its_seed_whoever_is_beside_it(actor, tokenizer):
+    """To the token: of rows and states written together, and of each alone."""
+    texts = ("red: ", "blue: cow no\ngreen: ", "blue: dog yes\nred: cow no\nblue: ")
+    rows = [models.encode(tokenizer, text) for text in texts]
+    starts = [[len(row) - 1, len(row)] for row in rows] + [[2]]
+    rows, seeds = [*rows, rows[1]], [5, 6, 5, 2**40, 8, 9, 0]
+    utterances, logps = write(actor, rows, starts, small(), seeds)
+    places = [(row, start) for row, own in zip(rows, starts, strict=True) for start in own]
+    for n, (row, start) in enumerate(places):
+        (ids,), (logp,) = write(actor, [row], [[start]], small(), [seeds[n]])
+        assert utterances[n] == ids and logps[n] == pytest.approx(logp, abs=1e-4)
+    assert len({tuple(ids) for ids in utterances}) > 3
+    again, _ = write(actor, rows[:1] * 8, [[5]] * 8, small(), range(8))
+    assert len({tuple(ids) for ids in again}) == 8, "from one state, too"
 
 
 def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
-    """Token by token; whatever the generator says."""
+    """Token by token; whatever the random numbers are."""
     rows = [models.encode(tokenizer, text) for text in ("red: ", "blue: cow no\ngreen: ")]
     starts = [[len(row) - 1, len(row)] for row in rows]
-    generator = torch.Generator().manual_seed(7)
-    utterances, logps = write(actor, rows, starts, small(), generator, greedy=True)
+    utterances, logps = write(actor, rows, starts, small(), range(4), greedy=True)
     contexts = [rows[0][:-1], rows[0], rows[1][:-1], rows[1]]
     for ids, logp, context in zip(utterances, logps, contexts, strict=True):
         assert logp == pytest.approx(sum(plain_logps(actor, context, ids)), abs=1e-4)
@@ -857,13 +872,13 @@ def test_a_memory_reads_what_is_new(actor, tokenizer, monkeypatch):
         {"b": (blue + cow + cow, len(blue + cow)), "d": (blue + cow, 0)},
         {"d": (blue + cow + red, len(blue + cow))},
     ]
-    memory, generator, seen = archer.Memory(actor, "abcd"), torch.Generator().manual_seed(0), []
+    memory, streams, seen = archer.Memory(actor, "abcd"), models.streams(range(4)), []
     real = memory.read
     monkeypatch.setattr(memory, "read", lambda *given: seen.append(real(*given)) or seen[-1])
     for turn in turns:
         rows = {name: row for name, (row, _) in turn.items()}
         starts = [[len(row)] for row in rows.values()]
-        utterances, logps = archer.generate(memory, rows, starts, small(), generator)
+        utterances, logps = archer.generate(memory, rows, starts, small(), streams[: len(rows)])
         hidden_BTH, position_BT = seen.pop()
         assert hidden_BTH.shape[1] == max(len(row) - known for row, known in turn.values())
         for b, (row, known) in enumerate(turn.values()):
@@ -918,9 +933,7 @@ def test_greedy_rollout_of_a_batch_is_that_of_its_parts(actor, world):
     together, nll = play(world, actor, n=4, greedy=True)
     total = 0.0
     for i, d in enumerate(together):
-        (alone,), own = archer.rollout(
-            actor, envs.VecTextEnv(world, 1), small(), torch.Generator(), None, [i], True
-        )
+        (alone,), own = archer.rollout(actor, envs.VecTextEnv(world, 1), small(), None, [i], True)
         assert alone == d
         total += sum(own)
     assert sum(nll) == pytest.approx(total, rel=1e-5)
@@ -932,7 +945,7 @@ def test_rng_draws_the_seeds_of_the_worlds(actor, monkeypatch):
     reset = worlds.reset
     monkeypatch.setattr(worlds, "reset", lambda **given: seeds.append(list(given["seeds"])) or reset(**given))
     for rng in (None, np.random.default_rng(5)):
-        archer.rollout(actor, worlds, small(max_action_tokens=1), torch.Generator(), rng)
+        archer.rollout(actor, worlds, small(max_action_tokens=1), rng)
     assert seeds == [[0, 1, 2], np.random.default_rng(5).integers(2**31, size=3).tolist()]
 
 
@@ -1109,7 +1122,7 @@ def test_updates_warn_of_nothing(actor):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, args)
-            options = (still(actor, baseline), played, args, torch.Generator())
+            options = (still(actor, baseline), played, args, np.random.default_rng())
             archer.actor_update(actor, ref_model, critic, baseline, *options)
     finally:
         torch.set_warn_always(False)
@@ -1185,8 +1198,7 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
     fit.backward()
     expected_baseline = gradient(baseline)
 
-    generator = torch.Generator().manual_seed(9)
-    options = (still(actor, baseline), played, args, generator)
+    options = (still(actor, baseline), played, args, np.random.default_rng(9))
     metrics = archer.actor_update(actor, ref_model, critic, baseline, *options)
     assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
     assert metrics["actor/kl"] == pytest.approx(kl.item(), rel=1e-3) and metrics["actor/kl"] > 0
@@ -1230,7 +1242,7 @@ def test_1x8_is_8x1(actor, monkeypatch):
     """Losses are means over utterances: a batch has the utterance-weighted mean loss and gradient of its
     parts."""
     played = with_rewards(play("toy", actor, n=8)[0])
-    written = archer.with_fresh(played, actor, small(), torch.Generator().manual_seed(5))
+    written = archer.with_fresh(played, actor, small(), np.random.default_rng(5))
     critic, target = (critic_of(actor, seed=seed) for seed in (1, 2))
     ref_model, baseline = copy.deepcopy(actor), archer.mlp(32, 32, 0.3)
     args = small(center=False, max_grad_norm=1e9, polyak=0.0)  # the mean of D3 is one of the batch
@@ -1274,8 +1286,8 @@ def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
     who = "critic" if loss == "value_loss" else "actor"
     with pytest.raises(ArithmeticError, match=f"the {who} diverged .*nan"):
         archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, small())
-        generator = torch.Generator()
-        archer.actor_update(actor, actor, critic, baseline, still(actor), played, small(), generator)
+        options = (still(actor), played, small(), np.random.default_rng())
+        archer.actor_update(actor, actor, critic, baseline, *options)
 
 
 # ------------------------------------------------------------------------------------- what `main` hands on
@@ -1316,7 +1328,7 @@ class Spy:
         if name == "actor_update":
             state["lr"] = given["optimizer"].param_groups[0]["lr"]
         if name == "with_fresh":
-            state["generator"] = given["generator"].get_state()
+            state["rng"] = given["rng"].bit_generator.state
         return state
 
     @property
@@ -1368,11 +1380,9 @@ def test_a_run_has_as_many_updates_and_dialogues_as_it_should(spied):
 
 
 def test_rollouts_have_seeds_of_their_own_and_evaluations_always_the_same(spied):
-    """By `rng` and the generator of the run, which go on; an evaluation has neither."""
-    for name in ("rng", "generator"):
-        (ours,) = {id(call["given"][name]) for call in spied.own_rollouts()}
-        theirs = {id(call["given"][name]) for call in spied.of("rollout", within="evaluate")}
-        assert ours not in theirs
+    """By the `rng` of the run, which goes on; an evaluation has none."""
+    (ours,) = {id(call["given"]["rng"]) for call in spied.own_rollouts()}
+    assert ours not in {id(call["given"]["rng"]) for call in spied.of("rollout", within="evaluate")}
     assert all(call["given"]["rng"] is None for call in spied.of("rollout", within="evaluate"))
     texts = [tuple(d["actions"][0] for d in call["result"][0]) for call in spied.own_rollouts()]
     assert len(set(texts)) == len(texts), "or every iteration would play the same"
@@ -1451,19 +1461,19 @@ def test_the_kl_is_to_the_actor_of_the_start(spied, folders):
 def test_every_actor_update_has_utterances_of_its_own(spied):
     """On-policy: sampled within the update, from the actor as it is, and these are what it scores; never
     greedy."""
-    generators, critic = [], spied.of("critic_update")[0]["given"]["critic"]
+    states, critic = [], spied.of("critic_update")[0]["given"]["critic"]
     for call in spied.of("actor_update"):
         given = call["given"]
         assert given["critic"] is critic
         (fresh,) = [c for c in call["inside"] if c["name"] == "with_fresh"]
         assert fresh["given"]["actor"] is given["actor"]
         assert fresh["given"]["dialogues"] is given["dialogues"]
-        generators.append(fresh["state"]["generator"].numpy().tobytes())
+        states.append(str(fresh["state"]["rng"]))
         scored = [c["given"] for c in call["inside"] if c["name"] == "score"]
         assert {id(c["actor"]) for c in scored} == {id(given["actor"]), id(given["ref_model"])}
         assert all(c["utterances"] == archer.flat(fresh["result"], "fresh_ids") for c in scored)
         assert all(c["dialogues"] is fresh["result"] for c in scored)
-    assert len(set(generators)) == len(generators) == 9
+    assert len(set(states)) == len(states) == 9
 
 
 def test_fresh_utterances_are_sampled(spied, actor):
@@ -1744,7 +1754,7 @@ def the_same_run(a: Path, b: Path):
     assert timeless(a) == timeless(b)
     assert (a / "rollouts.jsonl").read_bytes() == (b / "rollouts.jsonl").read_bytes()
     one, other = state_of(a), state_of(b)
-    for key in ("rng", "torch_rng", "generator", "iteration", "state", "modules"):
+    for key in ("rng", "torch_rng", "iteration", "state", "modules"):
         assert_equal(one[key], other[key])
     tensors = [safetensors.torch.load_file(run / "actor/model.safetensors") for run in (a, b)]
     assert_equal(*tensors)

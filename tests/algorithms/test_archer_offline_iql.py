@@ -288,7 +288,7 @@ def test_the_order_of_an_update(actor, data):
     ):
         assert torch.allclose(now, 0.75 * old + 0.25 * new, atol=1e-6)
 
-    metrics = offline.actor_update(actor, critic, still(actor), data, args, torch.Generator().manual_seed(0))
+    metrics = offline.actor_update(actor, critic, still(actor), data, args, np.random.default_rng(0))
     A = []
     for d, k, action in turns_of(data):
         v, q = value_alone(critic, d, k, action)
@@ -306,7 +306,7 @@ def test_the_actor_learns_from_the_critic_that_has_just_learned(tmp_path, monkey
     assert order == (["critic_update"] * 3 + ["actor_update"] * 2) * 2
     assert len({id(call.critic) for call in of_critic + of_actor + evaluated}) == 1
     assert len({id(call.target_critic) for call in of_critic}) == 1
-    assert len({id(call.generator) for call in of_actor}) == 1, "each update has new random numbers"
+    assert len({id(call.rng) for call in of_actor}) == 1, "each update has new random numbers"
     assert of_critic[0].critic is not of_critic[0].target_critic
 
 
@@ -357,7 +357,7 @@ def test_actor_update_is_the_loop(actor, data, loss, monkeypatch):
     actor."""
     critic, args = make_critic(actor, 1), small(**{"beta": 2.0, "max_weight": 1.5} | LOSSES[loss])
     drawn = spy(monkeypatch, "write_utterances")
-    metrics = offline.actor_update(actor, critic, still(actor), data, args, torch.Generator().manual_seed(0))
+    metrics = offline.actor_update(actor, critic, still(actor), data, args, np.random.default_rng(0))
     assert len(drawn) == (1 if "reinforce" in loss else 0), "only REINFORCE asks the actor"
 
     tokenizer, turns = actor.tokenizer, turns_of(data)

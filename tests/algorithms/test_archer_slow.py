@@ -162,9 +162,9 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world, taught):
     critic = archer.Critic(body, 4.0, "float32")
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
-    rng, generator, late = np.random.default_rng(1), torch.Generator().manual_seed(1), []
+    rng, late = np.random.default_rng(1), []
     for step in range(60):  # as `main` does it: a pool, its fresh utterances, and many updates with both
-        pool = archer.with_fresh(rng.choice(played, 64), actor, args, generator)
+        pool = archer.with_fresh(rng.choice(played, 64), actor, args, rng)
         optimizer.param_groups[0]["lr"] = args.critic_lr * min(1, 2 * (1 - step / 60))
         for _ in range(20):
             archer.critic_update(critic, target_critic, optimizer, rng.choice(pool, 16), args)

@@ -30,6 +30,7 @@ from test_archer import (  # noqa: F401  three are fixtures
 )
 
 import archer
+import archer_offline_iql
 import envs
 from baselines import chai, filtered_bc, ppo
 from envs import models
@@ -88,9 +89,9 @@ def go(script, folder: Path, checkpoint: str, **changes) -> tuple[Path, dict]:
 
 def play(script, world, player, n=8, seed=0, **changes):
     """Dialogues of a player, which is what `rollout` takes first, tasks in turn."""
-    worlds, generator = envs.VecTextEnv(world, n), torch.Generator().manual_seed(seed)
+    worlds, rng = envs.VecTextEnv(world, n), np.random.default_rng(seed)
     indices = [i % worlds.envs[0].num_tasks for i in range(n)]
-    return script.rollout(*player, worlds, small(script, **changes), generator, None, indices)
+    return script.rollout(*player, worlds, small(script, **changes), rng, indices)
 
 
 def spy(monkeypatch, script, name) -> list[dict]:
@@ -291,13 +292,13 @@ def test_ppo_ratio_is_exactly_1_before_the_first_step(actor, world, monkeypatch)
     args = small(ppo)
     written = iter(range(10**6))
 
-    def write_utterances(actor, rows, starts, args, generator, greedy=False):
+    def write_utterances(actor, rows, starts, args, streams, greedy=False):
         """Utterances of 1 to 5 tokens, as the mask of the real one is float32."""
         numbers = [next(written) for _ in rows]
         return [[5 + n % 7] * (n % 5) + [0] for n in numbers], [0.0] * len(rows)
 
     monkeypatch.setattr(ppo, "write_utterances", write_utterances)
-    played, _ = ppo.rollout(actor, envs.VecTextEnv(world, 7), args, None)
+    played, _ = ppo.rollout(actor, envs.VecTextEnv(world, 7), args)
     judged, _ = ppo.judge(played, actor, critic.double(), args)
     heard = spy(monkeypatch, ppo, "clipped_loss")
     for _ in range(2):
@@ -594,9 +595,8 @@ def test_chai_E3_says_the_best_of_k(actor, world, monkeypatch):
     played, critic = play(archer_play, world, [actor])[0], critic_of(actor)
     rows, spans, _ = chai.lay_out(played, actor.tokenizer)
     written = spy(monkeypatch, chai, "write_utterances")
-    generator = torch.Generator().manual_seed(1)
     args = small(chai, candidates=4)
-    best = chai.best_utterances(actor, critic, rows, spans, args, generator)
+    best = chai.best_utterances(actor, critic, rows, spans, args, models.streams(range(len(spans))))
     (call,) = written
     starts = [[] for _ in rows]
     for span in spans:
@@ -629,6 +629,22 @@ def test_chai_rollouts_say_what_was_chosen(actor, world, monkeypatch):
 
 
 @BOTH
+@pytest.mark.parametrize("script", [archer, archer_offline_iql, ppo, filtered_bc, chai])
+def test_a_dialogue_is_that_of_its_seed_whoever_is_beside_it(actor, world, script):
+    """To the token, however many worlds there are and however long they go on; and dialogues differ."""
+    player = [actor, critic_of(actor)] if script is chai else [actor]
+    args = small(archer_play if script in (archer, archer_offline_iql) else script)
+
+    def play(n):
+        played = script.rollout(*player, envs.VecTextEnv(world, n), args, None, [1] * n)
+        return played if script is chai else played[0]
+
+    together = play(9)
+    assert together[:4] == play(4) and together[:1] == play(1)
+    assert len({d["actions"][0] for d in together}) > 6
+
+
+@BOTH
 def test_chai_of_one_candidate_is_the_actor(actor, world):
     """With k = 1 the critic has no say: archer.py's rollout, to the token."""
     alone = play(archer_play, world, [actor])[0]
@@ -640,7 +656,7 @@ def test_chai_of_one_candidate_is_the_actor(actor, world):
 def test_chai_with_best_asks_in_every_state(actor, world, monkeypatch):
     played, critic = play(archer_play, world, [actor], n=5)[0], critic_of(actor)
     chosen = spy(monkeypatch, chai, "best_utterances")
-    found = chai.with_best(played, actor, critic, small(chai), torch.Generator().manual_seed(0))
+    found = chai.with_best(played, actor, critic, small(chai), np.random.default_rng(0))
     assert [text for call in chosen for text in call["result"]] == [x for d in found for x in d["best"]]
     for d, was in zip(found, played, strict=True):
         assert len(d["best"]) == len(d["actions"]) and {k: d[k] for k in was} == was and "best" not in was
@@ -715,7 +731,7 @@ def test_two_and_two_iterations_are_four(script, checkpoint, tmp_path):
     )
     assert timeless(half) == timeless(whole) and len(timeless(half)) == 5
     saved = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (half, whole)]
-    for key in ("rng", "torch_rng", "generator", "iteration", "state", "modules"):
+    for key in ("rng", "torch_rng", "iteration", "state", "modules"):
         assert same(saved[0][key], saved[1][key]), key
 
 

@@ -223,8 +223,8 @@ def skilled(tmp_path_factory):
 
 def play(model, args, tasks=(0, 0, 0, 1, 1, 1), seed=0, worlds=None, **options):
     worlds = worlds or [Lookup() for _ in tasks]
-    generator = torch.Generator().manual_seed(seed)
-    return loop_ppo.rollout(model, worlds, list(tasks), [0] * len(tasks), args, generator, **options)
+    draws = [1000 * seed + i for i in range(len(tasks))]
+    return loop_ppo.rollout(model, worlds, list(tasks), [0] * len(tasks), draws, args, **options)
 
 
 @torch.no_grad()
@@ -401,6 +401,22 @@ def test_how_rows_share_a_batch_changes_nothing(warm):
 def without_world(t: loop_ppo.Trajectory) -> dict:
     """All that a rollout has, but for the very world it was played in."""
     return vars(t) | {"world": None}
+
+
+def test_a_rollout_is_that_of_its_seed_whoever_is_beside_it(warm):
+    """To the token: alone, in a batch, and in another order; waiting for a world costs it no number."""
+    tasks, draws, args = [0, 0, 1, 2, 2], [11, 12, 11, 13, 14], small()
+    whole = list(zip(tasks, draws, strict=True))
+
+    def ids_of(pairs):
+        tasks, draws = zip(*pairs, strict=True)
+        worlds = [Lookup() for _ in pairs]
+        played = loop_ppo.rollout(warm, worlds, tasks, [0] * len(tasks), draws, args)
+        return [t.ids for t in played]
+
+    together = ids_of(whole)
+    assert together == ids_of(whole[::-1])[::-1] == [ids_of([pair])[0] for pair in whole]
+    assert len({tuple(ids) for ids in together}) == 5
 
 
 def test_threads_do_not_change_a_rollout(warm):
@@ -660,7 +676,7 @@ def test_a_scorer_that_is_not_the_sampler_is_seen(warm):
     """Whether a rollout's old log-probs are of the first step or of the pass before it."""
     played, model = play(warm, small()), copy.deepcopy(warm)
     with torch.no_grad():
-        model.get_output_embeddings().weight[5:9] += 0.5
+        model.get_output_embeddings().weight *= 1.1
     for minibatch in (0, 2):
         _, metrics = weights_after(warm, judged(played, [1.0] * 6), small(minibatch=minibatch))
         assert metrics["update/sampler_gap"] < 1e-3
@@ -1223,6 +1239,16 @@ def test_a_world_that_rewrites_its_text_is_an_error():
             loop_ppo.main(small(env="forgetful"))
     finally:
         del envs.ENVS["forgetful"]
+
+
+def test_rollouts_have_seeds_of_their_own_and_evaluations_always_the_same(tmp_path, base, monkeypatch):
+    """Rollouts of a task share the world's seed, but not that of what they sample."""
+    rollouts = watch(monkeypatch, "rollout")
+    run_of(tmp_path, model=base, iterations=2)
+    ours = [[int(draw) for draw in given["draws"]] for given, _ in rollouts if given["may_drop"]]
+    assert len({draw for draws in ours for draw in draws}) == len(ours[0]) * len(ours)
+    theirs = [given for given, _ in rollouts if not given["may_drop"]]
+    assert theirs and all(given["draws"] == given["seeds"] == given["tasks"] for given in theirs)
 
 
 def test_the_context_is_at_most_what_the_model_reads(tmp_path, base, monkeypatch):

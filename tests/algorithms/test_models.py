@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -389,3 +390,26 @@ def test_an_encoder_s_positions_begin_where_they_do(kind, tmp_path):
     critic = archer.Critic(body, 0.0, "float32")
     assert critic.cls(["a" * 200, "b"]).shape == (2, 32)  # one more would be beyond the table
     assert run_with_critic(folder, tmp_path)["iteration"] == 1
+
+
+# ------------------------------------------------------------------------------------------- random numbers
+def test_streams_differ_from_each_other_and_from_those_of_worlds():
+    """A world may have the same seed, and may spawn streams of its own; [s, 0] would be as good as s."""
+    seeds = [0, 1, 2, 2**31 - 1, 2**62]
+    found = [tuple(row.tolist()) for row in models.uniform(models.streams(seeds), 4)]
+    assert found == [tuple(row.tolist()) for row in models.uniform(models.streams(np.array(seeds)), 4)]
+    worlds = [np.random.default_rng(seed) for seed in seeds]
+    spawned = [child for world in worlds for child in world.spawn(5)]
+    others = [np.random.default_rng([seed, k]) for seed in seeds for k in range(3)]
+    theirs = [tuple(rng.random(4, dtype=np.float32).tolist()) for rng in [*worlds, *spawned, *others]]
+    assert len(set(found)) == len(seeds) and not set(found) & set(theirs)
+
+
+def test_streams_go_on_and_are_uniform():
+    """In float32, and below 1 even where a float64 would be rounded up to it."""
+    streams = models.streams(range(100))
+    first, second = models.uniform(streams, 500), models.uniform(streams, 500)
+    assert torch.equal(torch.cat([first, second], 1), models.uniform(models.streams(range(100)), 1000))
+    assert first.dtype == torch.float32 and first.min() >= 0 and first.max() < 1
+    counts = torch.histc(first, 20, 0, 1)
+    assert ((counts - 2500) ** 2 / 2500).sum() < 36, "chi-square of 19 degrees: 1 in 100"

@@ -83,7 +83,7 @@ def test_who_knows_the_worth_is_told_so(tmp_path, monkeypatch, dialogues):
     folder = make_checkpoint("twenty-questions", tmp_path / "m")
     actor = models.load(AutoModelForCausalLM, str(folder), args)
     worth = order.Worth(dialogues, 0.95)
-    judge = order.Judge(actor, dialogues[:6], worth, args, torch.Generator().manual_seed(0))
+    judge = order.Judge(actor, dialogues[:6], worth, args, np.random.default_rng(0))
     # A model that knows nothing writes nothing valid: what it might have said instead.
     texts = ["Is it a dog?", "Is it a vehicle?", "Is it alive?"]
     for draw, text in zip(judge.draws, texts, strict=True):

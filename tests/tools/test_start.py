@@ -65,7 +65,7 @@ def test_the_rule_holds_as_long_as_it_can(checkpoint, monkeypatch):
     actor = models.load(transformers.AutoModelForCausalLM, checkpoint, small(checkpoint))
     written = []
 
-    def generate(memory, rows, starts, args, generator, greedy=False):
+    def generate(memory, rows, starts, args, streams, greedy=False):
         """A guess in two of three tries, the worlds not in step; the last world knows nothing else."""
         assert starts == [[len(row)] for row in rows.values()] and args.temperature == 0.5
         assert memory.actor is actor and list(memory.rows) == list(rows)
