@@ -253,19 +253,25 @@ def is_encoder(body) -> bool:
 
 
 def mask_of(model, visible):
-    """What is added to the attention scores of a decoder if a token sees the `visible` ones [..., T, C].
+    """What a decoder takes for a mask, on its device, if a token sees the `visible` ones [..., T, C].
+
+    With PyTorch's attention that is the same. Any other adds it to its scores, and gets the lowest number for
+    what is not visible, and 0 for what is; to the bit the outcome is one, but that number takes longer.
 
     A layer with a window sees the last ones of these. Where only some layers have one, each kind of layer has
     a mask by its name.
     """
     import torch
 
-    def bias(seen):
-        lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
-        scores = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
-        return scores.masked_fill_(~seen, lowest).to(model.device)
-
     config = model.config.get_text_config()
+    visible = visible.to(model.device)
+
+    def bias(seen):
+        if config._attn_implementation == "sdpa":
+            return seen
+        lowest = torch.finfo(torch.bfloat16).min  # float32's lowest would be -inf in bfloat16
+        return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(~seen, lowest)
+
     window = getattr(config, "sliding_window", None)
     if not window or visible.shape[-1] <= window:
         return bias(visible)

@@ -253,6 +253,37 @@ def test_a_row_may_be_longer_than_a_window(kind, monkeypatch):
         models.probe(model, archer.masked_states)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3", "gemma2", "gptj"])
+def test_what_is_visible_is_the_same_mask_to_the_bit(kind, monkeypatch):
+    """As what is added to scores: states and gradients. Where it would be added as it is, it is a number."""
+    args, mask_of, kinds = SimpleNamespace(device="cpu", world="", env=""), models.mask_of, set()
+    with tempfile.TemporaryDirectory() as folder:
+        table.make_model(kind, folder)
+        model = models.load(transformers.AutoModelForCausalLM, folder, args)
+    inputs, _ = models.forked_row(model)
+
+    def as_number(mask):
+        kinds.add(mask.dtype)
+        lowest = torch.finfo(torch.bfloat16).min
+        return torch.zeros(mask.shape).masked_fill(~mask, lowest) if mask.dtype == torch.bool else mask
+
+    def as_numbers(model, visible):
+        mask = mask_of(model, visible)
+        return {key: as_number(m) for key, m in mask.items()} if isinstance(mask, dict) else as_number(mask)
+
+    def states_and_gradient(dtype):
+        states = archer.masked_states(model.base_model, *inputs, dtype)
+        return states, torch.autograd.grad(states.square().sum(), model.get_input_embeddings().weight)[0]
+
+    for dtype in ("float32", "bfloat16"):
+        found = states_and_gradient(dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(models, "mask_of", as_numbers)
+            expected = states_and_gradient(dtype)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert kinds == {torch.float32 if kind in ("gemma2", "gptj") else torch.bool}
+
+
 def test_an_encoder_that_also_writes_is_refused_in_one_line(tmp_path):
     """T5: it is no causal language model."""
     config = transformers.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
