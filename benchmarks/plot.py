@@ -7,8 +7,8 @@
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
 where the shortest of them has come. A line is named by the arguments in which it differs from the others.
-The third draws a panel for each metric, the fourth what benchmarks/compare.py has written: return by dialogues
-and, beside it, by CPU-seconds.
+The third draws a panel for each metric. The fourth draws what benchmarks/compare.py has written: return by
+dialogues and, beside it, by CPU-seconds.
 """
 
 import json
