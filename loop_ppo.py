@@ -758,7 +758,8 @@ def main(args: Args) -> dict:
     if args.kl and not args.lora:
         ref_model = make_model(args, source)
     args.context = min(args.context, model.context)
-    torch.set_default_device(args.device)
+    if args.device != "cpu":  # it makes every operation slower
+        torch.set_default_device(args.device)
     probe_memory(model)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's

@@ -86,6 +86,7 @@ def lay_out(dialogues, tokenizer):
     Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
     action.
     """
+    end = tokenizer.eos_token_id
     rows = []
     spans = []
     prompts = []
@@ -105,7 +106,7 @@ def lay_out(dialogues, tokenizer):
             start = len(row)
             action = dialogue["actions"][turn]
             # Not +=, which would change a shared list.
-            row = row + models.encode(tokenizer, action) + [tokenizer.eos_token_id]
+            row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
             else:
@@ -274,6 +275,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
+    end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
     u_PT = torch.zeros(B * S, T)  # random numbers
     u_PT[places] = models.uniform(streams, T)
@@ -286,7 +288,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
-        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        places = [place for place in places if tokens[place] != end]
         if not places:
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.

@@ -290,6 +290,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
+    end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
     u_PT = torch.zeros(B * S, T)  # random numbers
     u_PT[places] = models.uniform(streams, T)
@@ -302,7 +303,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         for place in places:
             utterances[place].append(tokens[place])
             total_logps[place] += logps[place]
-        places = [place for place in places if tokens[place] != actor.tokenizer.eos_token_id]
+        places = [place for place in places if tokens[place] != end]
         if not places:
             break
         # What was just written is read as S more columns of the cache, each seen by its own state alone.

@@ -297,7 +297,7 @@ class Run:
         summary |= {name: value for name, value in self.state.items() if isinstance(value, int | float)}
         summary |= figures
         summary |= {"seconds": seconds, "cpu_seconds": cpu_seconds}
-        summary |= {"peak_memory_mb": peak_memory_mb(), "commit": self.commit}
+        summary |= peak_memory(self.args.device) | {"commit": self.commit}
         with self.writing("the summary"):
             write_json(self.folder / "summary.json", summary)
         print(json.dumps(summary))
@@ -430,6 +430,16 @@ def commit() -> str:
         return "unknown"
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    """Peak memory in MB: of this process and, if it is a GPU, of what torch had on the device."""
+    found = {"peak_memory_mb": peak_memory_mb()}
+    if device.startswith("cuda"):
+        import torch
+
+        found["peak_device_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+    return found
 
 
 def peak_memory_mb() -> float:

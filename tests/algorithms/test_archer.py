@@ -1621,7 +1621,10 @@ def test_a_run_on_the_gpu(tmp_path, folders, changes):
     changes = {key: folders.get(value, value) for key, value in changes.items()} | {"device": "cuda"}
     run, _ = go(tmp_path, folders, **changes)
     archer.main(small(runs=tmp_path, resume=run, iterations=4, actor=folders["LLAMA"], **changes))
-    assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4]
+    archer.main(
+        small(runs=tmp_path, resume=run, iterations=5, actor=folders["LLAMA"], **changes | {"device": "cpu"})
+    )
+    assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_rollouts_have_text_and_values_and_are_a_data_set(finished):

@@ -391,6 +391,15 @@ def test_the_commit_of_a_folder_without_git_is_unknown(monkeypatch):
     assert runs.commit() == "unknown"
 
 
+def test_a_run_on_a_gpu_says_what_it_took_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30 * int(device[-1]))
+    assert runs.peak_memory("cuda:3")["peak_device_memory_mb"] == 3072
+    assert (
+        runs.peak_memory("cpu").keys() == {"peak_memory_mb"}
+        and runs.peak_memory("cpu")["peak_memory_mb"] > 50
+    )
+
+
 def test_a_run_has_its_threads_and_its_seed(toy):
     def numbers(**given) -> list[float]:
         run = runs.Run(toy(**given), "toy")
