@@ -2,11 +2,13 @@
 
     python benchmarks/plot.py runs/* --out curves.svg
     python benchmarks/plot.py runs/* --metric eval/return --mark "best possible=-6.78" --table
+    python benchmarks/plot.py runs/* --metric rollout/return actor/kl actor/entropy --out health.svg
     python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
 where the shortest of them has come. A line is named by the arguments in which it differs from the others.
-The third draws what benchmarks/compare.py has written: return by dialogues and, beside it, by CPU-seconds.
+The third draws a panel for each metric. The fourth draws what benchmarks/compare.py has written: return by
+dialogues and, beside it, by CPU-seconds.
 """
 
 import json
@@ -24,7 +26,7 @@ APART = {"seed", "runs", "resume", "name", "threads"}  # arguments by which runs
 @dataclass
 class Args:
     runs: tyro.conf.Positional[list[Path]]  # folders of runs, or one CSV of compare.py
-    metric: str = "rollout/return"  # a tag of metrics.jsonl
+    metric: tuple[str, ...] = ("rollout/return",)  # tags of metrics.jsonl
     mark: list[str] = field(default_factory=list)  # level lines, as NAME=VALUE, such as "best possible=-6.78"
     smooth: int = 1  # iterations over which a curve is averaged
     title: str = ""  # above the picture; "" takes world and metric
@@ -115,6 +117,15 @@ def marks_of(args: Args) -> dict[str, float]:
         stop(f"--mark: write NAME=VALUE: {error}")
 
 
+def table_of(metric: str, groups: dict[str, list[dict[int, float]]]) -> list[str]:
+    """Lines of markdown: what each line of the picture begins and ends with."""
+    lines = [f"| {metric} | runs | first | last |", "|---|---|---|---|"]
+    for label, curves in groups.items():
+        ends = [interval([curve[end(curve)] for curve in curves], digits=2) for end in (min, max)]
+        lines.append(f"| {label} | {len(curves)} | {' | '.join(ends)} |")
+    return lines
+
+
 def main(args: Args) -> str:
     """Draws and prints; returns the table as markdown."""
     if args.smooth < 1:
@@ -123,16 +134,20 @@ def main(args: Args) -> str:
     if args.runs[0].suffix == ".csv":
         draw_csv(args)
         return ""
-    found = [read(run, args.metric) for run in args.runs]
-    groups = grouped([(arguments, average(points, args.smooth)) for arguments, points in found])
-    rows = {f"{label} ({len(curves)})": band(curves) for label, curves in groups.items()}
-    if args.out:
+    if len(args.metric) > 1 and (args.mark or args.title):
+        stop(f"{'--mark' if args.mark else '--title'}: belongs to one metric, draw that alone")
+    panels, lines = {}, []
+    for metric in args.metric:
+        found = [read(run, metric) for run in args.runs]
+        groups = grouped([(arguments, average(points, args.smooth)) for arguments, points in found])
         world = ", ".join(sorted({arguments["env"] for arguments, _ in found if "env" in arguments}))
-        draw({args.title or f"{world}: {args.metric}": rows}, "iterations", args.out, marks)
-    lines = [f"| {args.metric} | runs | first | last |", "|---|---|---|---|"]
-    for label, curves in groups.items():
-        ends = [interval([curve[end(curve)] for curve in curves], digits=2) for end in (min, max)]
-        lines.append(f"| {label} | {len(curves)} | {' | '.join(ends)} |")
+        title = args.title or f"{world}: {metric}"
+        if len(args.metric) > 1:
+            title = metric
+        panels[title] = {f"{label} ({len(curves)})": band(curves) for label, curves in groups.items()}
+        lines += table_of(metric, groups)
+    if args.out:
+        draw(panels, "iterations", args.out, marks)
     if args.table or not args.out:
         print("\n".join(lines))
     return "\n".join(lines)

@@ -661,6 +661,15 @@ def test_the_metrics_table_of_the_page_has_what_is_logged_and_nothing_else(scrip
     assert [tag for tag, meaning in metrics.items() if len(meaning) < 10] == []
 
 
+def test_every_tag_of_the_page_for_runs_that_fail_is_logged():
+    """The scripts' pages have what is logged, by the test above."""
+    page = (ROOT / "docs/it_does_not_learn.md").read_text(encoding="utf-8")
+    tags = {tag for script in SCRIPTS for tag in metrics_of(script)}
+    groups = {tag.partition("/")[0] for tag in tags}
+    named = {tag for tag in re.findall(r"\b\w+/\w+\b(?![\w/.])", page) if tag.partition("/")[0] in groups}
+    assert len(named) > 10 and named - tags == set()
+
+
 @pytest.mark.parametrize("script", SPEAKERS, ids=lambda path: path.stem)
 def test_rambling_is_charged_for(script, checkpoint, tmp_path):
     """Who never ends a turn fills the context early, and yet returns what all 20 questions cost."""
@@ -691,6 +700,8 @@ HOW_TO_RUN = [
     ("python benchmarks/scienceworld_speed.py", "--worlds 1 --steps 2 --warm-up 2", ""),
     ("python benchmarks/speed.py", "--repeats 1 --rollouts 4 --max-action-tokens 4", ""),
     ("python benchmarks/start.py", "--episodes 4 --max-action-tokens 4", ""),
+    ("python benchmarks/knowledge.py", "--states 4", ""),
+    ("python benchmarks/order.py", "--dialogues 4 --updates 1 --critic-batch 2", ""),
     ("python -m envs.play twenty-questions --agent", "", "No.\nc\n"),
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python -m pytest", "--collect-only -q tests/worlds/test_apps.py", ""),

@@ -38,12 +38,29 @@ def test_a_line_is_what_differs_in_its_seed_alone(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == before, "the same runs make the same file"
 
 
+def test_each_metric_has_a_picture_and_a_table_of_its_own(tmp_path):
+    run = a_run(tmp_path, "1", [-3.0, -2.0], seed=1)
+    rows = [
+        {"iteration": 1, "rollout/return": -3.0},
+        {"iteration": 2, "rollout/return": -2.0, "actor/kl": 0.5},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = plot.Args(runs=[run], metric=("rollout/return", "actor/kl"), out=tmp_path / "a.svg")
+    table = plot.main(args).splitlines()
+    assert table[0] == "| rollout/return | runs | first | last |" and "-3.00 | -2.00" in table[2]
+    assert table[3] == "| actor/kl | runs | first | last |" and "0.50 | 0.50" in table[5]
+    text = "".join(ET.parse(tmp_path / "a.svg").getroot().itertext())
+    assert text.count("rollout/return") == 1 and text.count("actor/kl") == 1 and text.count("iterations") == 2
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
         ({"runs": [Path("nowhere")]}, "nowhere: not the folder of a run"),
-        ({"metric": "x"}, "no 'x' in its metrics; there are iteration, rollout/return"),
+        ({"metric": ("x",)}, "no 'x' in its metrics; there are iteration, rollout/return"),
         ({"mark": ["best"]}, "--mark: write NAME=VALUE"),
+        ({"metric": ("rollout/return", "x"), "mark": ["best=1"]}, "--mark: belongs to one metric"),
+        ({"metric": ("rollout/return", "x"), "title": "T"}, "--title: belongs to one metric"),
         ({"smooth": 0}, "--smooth 0: at least 1"),
     ],
 )
