@@ -2,8 +2,8 @@
 
 python -m envs.play envs.worlds.openenv:OpenEnv --world url=ws://127.0.0.1:8000,field=message
 
-To take it alone, copy envs/__init__.py, envs/adapt.py and envs/worlds/openenv.py, each to the same place. It
-needs gymnasium and websockets.
+To take it alone, copy envs/__init__.py, envs/adapt.py, envs/datasets.py and envs/worlds/openenv.py, each to
+the same place. It needs gymnasium and websockets.
 """
 
 import json
