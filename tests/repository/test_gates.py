@@ -714,6 +714,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
     "appworld": "AppWorld's own virtual environment and data",
     "detective": "a copy of detective.z5",
     "bert-base-uncased": "the weights of BERT",
+    "openenv": "an OpenEnv server",
     "--train-variations 0": "all of ScienceWorld's variations, which take hours to make",
 }
 if not importlib.util.find_spec("textarena"):
