@@ -122,7 +122,7 @@ class Trajectory:
     # --- while it is played
     turn_start: int = 0  # where in the ids the present turn begins
     pending: Future | None = None  # what the world will say, while it is at work
-    u_T: list[float] = ()  # random numbers, one for each token that it may write
+    u_T: object = ()  # random numbers, one for each token that it may write
 
     # --- while it is learned from; log-probs are of the sampled tokens [M]
     advantage: float | None = None  # E1 or E6; the same for all its tokens
@@ -395,7 +395,7 @@ def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=Fal
 
     `seeds` are the worlds', `draws` those of what is sampled.
     """
-    u_NT = models.uniform(models.streams(draws), args.context).tolist()
+    u_NT = models.uniform(models.streams(draws), args.context).numpy()  # a list would be eight times as large
     n = len(worlds)
     played = []
     for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
@@ -758,8 +758,8 @@ def main(args: Args) -> dict:
     if args.kl and not args.lora:
         ref_model = make_model(args, source)
     args.context = min(args.context, model.context)
-    if args.device != "cpu":  # it makes every operation slower
-        torch.set_default_device(args.device)
+    device = None if args.device == "cpu" else args.device  # the CPU is it anyhow; saying so slows all down
+    torch.set_default_device(device)
     probe_memory(model)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's

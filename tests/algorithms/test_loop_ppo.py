@@ -400,7 +400,7 @@ def test_how_rows_share_a_batch_changes_nothing(warm):
 
 def without_world(t: loop_ppo.Trajectory) -> dict:
     """All that a rollout has, but for the very world it was played in."""
-    return vars(t) | {"world": None}
+    return vars(t) | {"world": None, "u_T": t.u_T.tolist()}
 
 
 def test_a_rollout_is_that_of_its_seed_whoever_is_beside_it(warm):
@@ -1158,6 +1158,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, skilled, changes):
     options = {"model": skilled, "anneal_lr": False} | changes
     folder, _ = run_of(tmp_path / "whole", iterations=4, **options)
     half, _ = run_of(tmp_path / "half", iterations=2, eval_every=4, **options)
+    early = torch.load(half / "checkpoint.pt", weights_only=True)
     saved = json.loads((half / "args.json").read_text())
     loop_ppo.main(loop_ppo.Args(**saved | {"resume": str(half), "iterations": 4, "eval_every": 10}))
     whole, resumed = results(folder), results(half)
@@ -1168,6 +1169,21 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, skilled, changes):
         for tag in [tag for tag in row if tag.startswith("eval/")]:
             del row[tag]
     assert whole == resumed
+    late = torch.load(half / "checkpoint.pt", weights_only=True)
+    assert torch.equal(early["torch_rng"], late["torch_rng"]), "torch's numbers differ from device to device"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"kl": 0.04, "epochs": 1}], ids=str)
+def test_a_run_on_the_gpu(tmp_path, skilled, changes):
+    """Resumed there, then on the CPU, in the same process, which was told of another device."""
+    options = {"model": skilled} | changes
+    folder, _ = run_of(tmp_path, iterations=2, device="cuda", **options)
+    for device, iterations in (("cuda", 3), ("cpu", 4)):
+        again = small(runs=str(tmp_path), resume=str(folder), iterations=iterations, device=device, **options)
+        loop_ppo.main(again)
+    assert {row["iteration"] for row in results(folder)[0]} == {0, 1, 2, 3, 4}
 
 
 def test_groups_that_all_earned_the_same_are_logged(tmp_path, base):
