@@ -747,8 +747,8 @@ def test_an_utterance_is_that_of_its_seed_whoever_is_beside_it(actor, tokenizer)
         (ids,), (logp,) = write(actor, [row], [[start]], small(), [seeds[n]])
         assert utterances[n] == ids and logps[n] == pytest.approx(logp, abs=1e-4)
     assert len({tuple(ids) for ids in utterances}) > 3
-    again, _ = write(actor, rows[:1] * 8, [[5]] * 8, small(), range(8))
-    assert len({tuple(ids) for ids in again}) == 8, "from one state, too"
+    again, _ = write(actor, rows[:1] * 8, [[len(rows[0])]] * 8, small(), range(8))
+    assert len({tuple(ids) for ids in again}) > 5, "from one state, too; some may end at once"
 
 
 def test_greedy_writes_the_likeliest_tokens(actor, tokenizer):
@@ -1748,8 +1748,10 @@ def test_2n_iterations_are_n_and_n_resumed(tmp_path, folders, changes):
     changes |= {"eval_every": 1, "warmup": 1}
     whole, _ = go(tmp_path / "whole", folders, iterations=4, **changes)
     half, _ = go(tmp_path / "half", folders, iterations=2, **changes)
+    early = state_of(half)
     go(tmp_path / "half", folders, iterations=4, resume=half, **changes)
     the_same_run(half, whole)
+    assert_equal(early["torch_rng"], state_of(half)["torch_rng"])  # its numbers differ from device to device
 
 
 def the_same_run(a: Path, b: Path):

@@ -636,7 +636,8 @@ def test_the_real_data_of_guess_my_city_trains(tmp_path, capfd):
 def test_a_run_on_the_gpu(tmp_path, changes):
     run, _ = go(tmp_path, device="cuda", **changes)
     offline.main(small(runs=tmp_path, resume=run, iterations=4, device="cuda", **changes))
-    assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4]
+    offline.main(small(runs=tmp_path, resume=run, iterations=5, device="cpu", **changes))
+    assert [row["iteration"] for row in lines_of(run)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("changes", [{}, LOSSES["reinforce-bc"] | {"keep": 0.2}], ids=str)
@@ -645,9 +646,12 @@ def test_2n_iterations_are_n_and_n_resumed(tmp_path, changes):
     changes = changes | {"anneal_lr": False}
     whole, _ = go(tmp_path / "whole", iterations=4, **changes)
     half, _ = go(tmp_path / "half", iterations=2, **changes)
+    early = torch.load(half / "checkpoint.pt", weights_only=True)
     offline.main(small(resume=half, runs=tmp_path / "half", iterations=4, **changes))
     assert timeless(half) == timeless(whole)
     assert lines_of(half, "rollouts.jsonl") == lines_of(whole, "rollouts.jsonl")
+    late = torch.load(half / "checkpoint.pt", weights_only=True)
+    assert torch.equal(early["torch_rng"], late["torch_rng"]), "torch's numbers differ from device to device"
     assert [path for path in half.rglob("*") if ".tmp" in path.name] == []
 
 

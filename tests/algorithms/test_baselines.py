@@ -726,6 +726,7 @@ def test_two_and_two_iterations_are_four(script, checkpoint, tmp_path):
     options = {"anneal_lr": False, "kl": 0.1}
     whole, _ = go(script, tmp_path / "whole", checkpoint, iterations=4, **options)
     half, _ = go(script, tmp_path / "half", checkpoint, **options)
+    early = torch.load(half / "checkpoint.pt", weights_only=True)
     script.main(
         small(script, runs=str(tmp_path), actor=checkpoint, iterations=4, resume=str(half), **options)
     )
@@ -733,6 +734,7 @@ def test_two_and_two_iterations_are_four(script, checkpoint, tmp_path):
     saved = [torch.load(run / "checkpoint.pt", weights_only=True) for run in (half, whole)]
     for key in ("rng", "torch_rng", "iteration", "state", "modules"):
         assert same(saved[0][key], saved[1][key]), key
+    assert same(early["torch_rng"], saved[0]["torch_rng"]), "torch's numbers differ from device to device"
 
 
 @EACH
