@@ -344,11 +344,11 @@ def best_utterances(actor, critic, rows, spans, args, streams):
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row] += [span.start] * K
-    each_K_times = [stream for stream in streams for _ in range(K)]
-    utterances, _ = write_utterances(actor, rows, starts, args, each_K_times)
+    streams_M = [stream for stream in streams for _ in range(K)]  # each goes on from one to the next
+    utterances, _ = write_utterances(actor, rows, starts, args, streams_M)
     texts = [spoken(actor.tokenizer, ids) for ids in utterances]
-    each_K_times = [span for span in spans for _ in range(K)]
-    _, q_M2 = critic.judge(rows, each_K_times, texts)  # D3
+    spans_M = [span for span in spans for _ in range(K)]
+    _, q_M2 = critic.judge(rows, spans_M, texts)  # D3
     q_M = q_M2.min(-1).values
     q_NK = q_M.view(-1, K)
     choices = q_NK.argmax(-1).tolist()  # E3

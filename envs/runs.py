@@ -122,7 +122,7 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        torch.Generator(torch.zeros(1, device=device).device)
+        torch.zeros(1, device=device).item()  # "meta" has no numbers
     except Exception as error:  # each kind of device has its own
         usable = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         usable += ["mps"] if torch.backends.mps.is_available() else []
