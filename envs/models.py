@@ -1,4 +1,4 @@
-"""What the scripts share of language models: loading, dialogues as tokens, logits and masks, and a probe.
+"""What the scripts share of language models: loading, tokens, masks, logits, random numbers, and a probe.
 
 docs/models.md says which models there are, and what the probe holds them to.
 """
@@ -326,7 +326,7 @@ def logits_of(model, hidden):
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
 
-# ---------------------------------------------------------- 4. sampling
+# ---------------------------------------------------------- 4. random numbers
 def streams(seeds) -> list:
     """A generator of random numbers for each seed: one that no world has, not even with the same seed.
 
