@@ -470,7 +470,7 @@ def distance(logits, others, dtype: str) -> float:
 
 
 def gap_of(differences, dtype: str) -> float:
-    """The largest difference between log-probs, in nats; in bfloat16, which rounds single ones off, the mean."""
+    """The largest difference between log-probs, in nats; in bfloat16, which rounds single ones, the mean."""
     sizes = differences.abs()
     return sizes.mean().item() if dtype == "bfloat16" else sizes.max().item()
 
