@@ -599,7 +599,7 @@ def rollout_loss(t: Trajectory, logp_M, args):
     is_clipped_M = gain_M < w_M * advantage
     log_w_M = w_M.clamp(min=1e-35).log()  # a w of 0 has none
     gap_M = t.old_logp_M - torch.tensor(t.logps)
-    gap = gap_M.abs().max().item()
+    gap = models.gap_of(gap_M, args.dtype)
     models.check_gap(gap, args.dtype)
     figures = {
         "update/ratio": w_M.max().item(),

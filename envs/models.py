@@ -355,7 +355,7 @@ def uniform(streams: list, number: int):
 PROBED = 512  # tokens of the row with which a model is probed, at most
 FORK = 4  # of these, tokens of another utterance than the row's
 WINDOW = 16  # of a sliding window, while a model is probed
-GAP = {"float32": 0.01, "bfloat16": 1.0}  # nats between two log-probs of a token that are one and the same
+GAP = {"float32": 0.01, "bfloat16": 0.1}  # nats that log-probs of the same tokens may be apart (`gap_of`)
 
 
 def probe(model, masked_states: Callable) -> None:
@@ -497,22 +497,28 @@ def compare(model, ids_BT, states: Callable, what: str) -> None:
     except Exception as error:  # each kind of model has its own
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{refused}: its forward pass fails here, {why}") from error
-    tolerance = GAP[str(model.dtype).removeprefix("torch.")]
-    if not distance(own_TV[:-1], earlier_TV) <= tolerance:
+    dtype = str(model.dtype).removeprefix("torch.")
+    if not distance(own_TV[:-1], earlier_TV, dtype) <= GAP[dtype]:
         raise ValueError(f"{refused}: what it says of a token depends on those that follow")
-    gap = distance(own_TV[-len(hidden_NH) :], found_NV)
-    if not gap <= tolerance:
+    gap = distance(own_TV[-len(hidden_NH) :], found_NV, dtype)
+    if not gap <= GAP[dtype]:
         raise ValueError(f"{refused}: {what} is {gap:.2g} nats from what it says by itself")
 
 
-def distance(logits, others) -> float:
-    """The largest difference between the log-probs of the ten tokens that are the likeliest by the first."""
+def distance(logits, others, dtype: str) -> float:
+    """How far apart log-probs are, of the ten tokens that are the likeliest by the first."""
     logp = logits.float().log_softmax(-1)
     top = logp.topk(10)
-    return (top.values - others.float().log_softmax(-1).gather(-1, top.indices)).abs().max().item()
+    return gap_of(top.values - others.float().log_softmax(-1).gather(-1, top.indices), dtype)
+
+
+def gap_of(differences, dtype: str) -> float:
+    """The largest difference between log-probs, in nats; in bfloat16, which rounds single ones, the mean."""
+    sizes = differences.abs()
+    return sizes.mean().item() if dtype == "bfloat16" else sizes.max().item()
 
 
 def check_gap(gap: float, dtype: str) -> None:
-    """Raises ArithmeticError where a token's log-prob was another at sampling than it is at scoring."""
+    """Raises ArithmeticError where log-probs of tokens were others at sampling than they are at scoring."""
     if gap > GAP[dtype]:  # of nan the step will say more
         raise ArithmeticError(f"log-probs of sampled and of scored tokens are {gap:.2g} nats apart")
