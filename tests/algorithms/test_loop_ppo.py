@@ -686,7 +686,7 @@ def test_a_scorer_that_is_not_the_sampler_is_seen(warm):
     """Whether a rollout's old log-probs are of the first step or of the pass before it."""
     played, model = play(warm, small()), copy.deepcopy(warm)
     with torch.no_grad():
-        model.get_output_embeddings().weight *= 1.1
+        model.get_output_embeddings().weight *= 1.02
     for minibatch in (0, 2):
         _, metrics = weights_after(warm, judged(played, [1.0] * 6), small(minibatch=minibatch))
         assert metrics["update/sampler_gap"] < 1e-3
@@ -1275,6 +1275,24 @@ def test_rollouts_have_seeds_of_their_own_and_evaluations_always_the_same(tmp_pa
     assert len({draw for draws in ours for draw in draws}) == len(ours[0]) * len(ours)
     theirs = [given for given, _ in rollouts if not given["may_drop"]]
     assert theirs and all(given["draws"] == given["seeds"] == given["tasks"] for given in theirs)
+
+
+def test_a_run_on_the_cpu_is_there_whatever_was_the_default_device(tmp_path, base, monkeypatch):
+    """As behind a run on a GPU in the same process."""
+    make_model = loop_ppo.make_model
+
+    def make(args, source):
+        torch.set_default_device(None)
+        model = make_model(args, source)
+        torch.set_default_device("meta")
+        return model
+
+    monkeypatch.setattr(loop_ppo, "make_model", make)
+    try:
+        run_of(tmp_path, model=base, iterations=1)
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
 
 
 def test_the_context_is_at_most_what_the_model_reads(tmp_path, base, monkeypatch):
