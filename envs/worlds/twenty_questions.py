@@ -390,18 +390,34 @@ class TwentyQuestionsSubset(TwentyQuestions):
 # that it needs to know stands in the dialogue: the words that agree with the answers so far.
 
 
-def candidates(observation: str, words: int = ALL) -> int:
-    """The set of `words` that agree with all answers of the dialogue."""
-    left = words
+def answers(observation: str) -> list[int]:
+    """The words that each answer of a dialogue leaves, as sets."""
+    sets = []
     for line in observation.split("\n")[1:-1]:
         question, _, answer = line.rpartition(" ")
         asked = parse(question) if answer in (YES, NO) else None
-        if asked is None:
-            continue
-        # A guess that has not ended the game was wrong, whatever a model may have answered.
-        left &= asked.yes if answer == YES and asked.guess is None else ~asked.yes
+        if asked:
+            # A guess that has not ended the game was wrong, whatever a model may have answered.
+            sets.append(asked.yes if answer == YES and asked.guess is None else ~asked.yes)
+    return sets
+
+
+def candidates(observation: str, words: int = ALL) -> int:
+    """The set of `words` that agree with all answers of the dialogue."""
+    left = words
+    for agreeing in answers(observation):
+        left &= agreeing
     # A model may also contradict the table until nothing is left; then everything is possible again.
     return left or words
+
+
+def excluded_once(observation: str, words: int = ALL) -> int:
+    """The set of `words` that agree with all answers of the dialogue but one."""
+    left, once = words, 0
+    for agreeing in answers(observation):
+        once = once & agreeing | left & ~agreeing
+        left &= agreeing
+    return once
 
 
 def words_in(bits: int) -> list[str]:
@@ -469,8 +485,8 @@ def mistake(
         return rng.choice(said) if said else None
     if kind == "garbled":
         return garble(rng.choice(tuple(QUESTIONS)), rng)
-    if kind == "excluded":
-        excluded = words & ~left
+    if kind == "excluded":  # by one answer only, if there is such a word, and so not seen at once
+        excluded = excluded_once(observation, words) or words & ~left
         return guess_of(rng.choice(words_in(excluded))) if excluded else None
     ask = rng.choice(tuple(QUESTIONS))
     return ask if left & QUESTIONS[ask] in (0, left) else None
@@ -524,7 +540,7 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     else:  # what follows if one does: what was said long ago, too, gets the same answer again
         player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(3, 12))))
         mistakes = rng.uniform(0.2, 0.8)
-        kinds = ("guess again", "again", "excluded") * 3 + ("known", "known", "garbled")
+        kinds = ("guess again", "again", "excluded", "excluded") * 3 + ("known", "known", "garbled")
         wrong = partial(mistake, kinds=kinds)
     imitate = []
 
