@@ -66,7 +66,7 @@ class Args:
     keep: float = 1.0  # share of the dialogues that is learned, the best by return (paper: 0.1)
     drills: int = 0  # random sequences that repeat, learned before all else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
-    imaginary: float = 0.0  # dialogues about imaginary things, for each of the others (D2)
+    imaginary: float = 0.0  # dialogues about imaginary things, for each of the others in the first epoch (D2)
 
     # --- algorithm
     reply_weight: float = 1.0  # of a reply's token in the loss (D3; 0: none); one of the agent's has 1
@@ -231,11 +231,15 @@ def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
 
 
 def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng) -> list[Row]:
-    """What an epoch learns: number 0 the drills, all others the dialogues, and what D2 makes of them."""
+    """What an epoch learns: number 0 the drills, all others the dialogues, and what D2 makes of them.
+
+    Imaginary ones become fewer from epoch to epoch: what they say of things is not so.
+    """
     if epoch == 0:
         tokens = np.arange(257, len(tokenizer))  # all but bytes and the end
         return drills(tokens, args.drills, rng)
-    n = round(args.imaginary * len(dialogues))
+    epochs_left = args.epochs + 1 - epoch
+    n = round(args.imaginary * len(dialogues) * epochs_left / args.epochs)
     dialogues = dialogues + imagine(dialogues, n, rng)
     rows = rows_to_learn(dialogues, tokenizer, args.context, args.reply_weight)
     words = words_of(tokenizer)

@@ -406,10 +406,10 @@ def test_of_an_imaginary_thing_only_what_was_answered_before_is_known():
 def test_so_many_imaginary_dialogues_are_among_an_epoch_s(tiny):
     _, tokenizer, _ = tiny
     dialogues = Parrot().demonstrations(300, 1)
-    for share in (0.0, 0.25):
-        args, rng = sft.Args(**TINY | {"imaginary": share}), np.random.default_rng(0)
-        rows = sft.rows_of_epoch(1, dialogues, tokenizer, args, rng)
-        assert len(rows) == 300 + round(share * 300)
+    for share, epoch, n in ((0.0, 1, 0), (0.25, 1, 75), (0.25, 2, 50), (0.25, 3, 25)):
+        args, rng = sft.Args(**TINY | {"imaginary": share, "epochs": 3}), np.random.default_rng(0)
+        rows = sft.rows_of_epoch(epoch, dialogues, tokenizer, args, rng)
+        assert len(rows) == 300 + n
         for row in rows[300:]:  # replies are learned, nothing is imitated
             assert set(row[:, 1].tolist()) == {CONTEXT, REPLY}
 
