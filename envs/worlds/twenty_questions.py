@@ -485,8 +485,10 @@ def mistake(
         return rng.choice(said) if said else None
     if kind == "garbled":
         return garble(rng.choice(tuple(QUESTIONS)), rng)
-    if kind == "excluded":  # by one answer only, if there is such a word, and so not seen at once
-        excluded = excluded_once(observation, words) or words & ~left
+    if kind in ("excluded", "excluded once"):
+        excluded = words & ~left
+        if kind == "excluded once":  # by a single answer: not seen at once
+            excluded = excluded_once(observation, words) or excluded
         return guess_of(rng.choice(words_in(excluded))) if excluded else None
     ask = rng.choice(tuple(QUESTIONS))
     return ask if left & QUESTIONS[ask] in (0, left) else None
@@ -540,7 +542,8 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     else:  # what follows if one does: what was said long ago, too, gets the same answer again
         player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(3, 12))))
         mistakes = rng.uniform(0.2, 0.8)
-        kinds = ("guess again", "again", "excluded", "excluded") * 3 + ("known", "known", "garbled")
+        kinds = ("guess again", "again", "excluded once", "excluded once") * 3
+        kinds += ("known", "known", "garbled")
         wrong = partial(mistake, kinds=kinds)
     imitate = []
 
