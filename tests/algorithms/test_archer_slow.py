@@ -179,7 +179,7 @@ def test_V_of_a_frozen_actor_is_its_mean_return(world, taught):
 
 
 # ---------------------------------------------------------------------------------------- learning
-BETTER = 3.3  # of 3.5 at best; random words, which are all that the model was taught, earn 0.875
+BETTER = 3.1  # of 3.5 at best, 3.25 with a word of one task unsolved; random words, its start, earn 0.875
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
