@@ -38,12 +38,12 @@ class Args:
 
 
 class Tokens:
-    """In the place of a tokenizer: a text is the numbers of its tokens."""
+    """In the place of a tokenizer: a text is the numbers of its tokens; any other word is token 1."""
 
     eos_token_id, chat_template = 0, None
 
-    def __call__(self, text, add_special_tokens=False):
-        return {"input_ids": [int(word) for word in text.split()]}
+    def __call__(self, text, **options):
+        return {"input_ids": [int(word) if word.isdigit() else 1 for word in text.split()]}
 
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(map(str, ids))
