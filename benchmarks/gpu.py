@@ -9,7 +9,7 @@ their norm is at most 1. Random numbers are the same on all devices, so rollouts
 where a rounding tips the choice of a token.
 
 Speed: of a GPT-2 with random weights; on the CPU with smaller batches, as it would take minutes. Parts and
-units are those of speed.py and loop_speed.py.
+units are those of speed.py and loop_speed.py; the peak of memory is that of all parts of a script.
 """
 
 import contextlib
@@ -33,12 +33,13 @@ import transformers
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import loop_speed
+import speed
+
 import archer
 import envs
 import loop_ppo
-import loop_speed
 import sft
-import speed
 from envs import models, runs
 
 WORLD = "twenty-questions"
@@ -100,8 +101,10 @@ def archer_step(device: str, dtype: str) -> dict:
     }
 
 
+@cache
 def loop_play(device: str, dtype: str) -> tuple:
-    """The model, its arguments, and two rollouts of each of two tasks, with an advantage."""
+    """The model, its arguments, and two rollouts of each of two tasks, with advantages."""
+    torch.set_default_device(None)  # where loop_ppo.py loads a model
     sizes = {"worlds": 4, "context": 1024, "max_action_tokens": 16, "epochs": 1, "minibatch": 0}
     args = loop_ppo.Args(env=WORLD, device=device, dtype=dtype, min_advantage=0.0, **sizes)
     model = loop_ppo.make_model(args, models.checkpoint_of(envs.make(WORLD)))
@@ -113,16 +116,11 @@ def loop_play(device: str, dtype: str) -> tuple:
     return model, args, played
 
 
-@cache
-def loop_rollouts() -> list:
-    """Those of the CPU, which all learn from."""
-    return loop_play("cpu", "float32")[-1]
-
-
 def loop_step(device: str, dtype: str) -> dict:
     """One step with the CPU's rollouts, and what became of its own."""
-    shared = loop_rollouts()
+    *_, shared = loop_play("cpu", "float32")
     model, args, own = loop_play(device, dtype)
+    torch.set_default_device(device)
     with torch.no_grad():
         logps = [logp_M for pairs in loop_ppo.score(model, shared, args) for _, logp_M in pairs]
         pairs = [pair for pairs in loop_ppo.score(model, own, args) for pair in pairs]

@@ -11,8 +11,7 @@ cd "$(dirname "$0")/.."
 DEVICE=${1:-cuda} OUT=${OUT:-$PWD/gpu_check_out} LIMIT=${LIMIT:-450} PYTHON=${PYTHON:-python}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 mkdir -p "$OUT"
-rm -rf "$OUT"/runs "$OUT"/*.log
-REPORT="$OUT/gpu.md" WELL=0
+REPORT="$OUT/gpu.md" RUNS=$(mktemp -d) CODE=0
 say() { echo "$*" | tee -a "$REPORT"; }
 
 try() { # a name and a command, which becomes a line of the table
@@ -25,12 +24,12 @@ try() { # a name and a command, which becomes a line of the table
     timeout 120 "$@" >"$OUT/last.log" 2>&1
     code=$?
     last=$(grep -v '^ *$' "$OUT/last.log" | tail -n 1 | tr '|' '/' | cut -c 1-80)
-    say "| $name | $code | $((SECONDS - began)) | ${last//$OUT/OUT} |"
-    ((code == 0)) || { WELL=1 && cp "$OUT/last.log" "$OUT/${name//[\/, ]/_}.log"; }
+    say "| $name | $code | $((SECONDS - began)) | ${last//$RUNS/RUNS} |"
+    ((code == 0)) || { CODE=1 && cp "$OUT/last.log" "$OUT/${name//[\/, ]/_}.log"; }
 }
 
 thrice() { # a script, what counts its work, how much, options: on the device, resumed there, and on the CPU
-    local module=${1//\//.} count=--$2 n=$3 runs="$OUT/runs/${1##*/}"
+    local module=${1//\//.} count=--$2 n=$3 runs="$RUNS/${1##*/}"
     try "$1" "$PYTHON" -m "$module" "$count" "$n" --device "$DEVICE" --runs "$runs" "${@:4}"
     [ -d "$runs" ] || return
     try "$1, resumed there" "$PYTHON" -m "$module" --resume "$runs"/* "$count" $((2 * n))
@@ -47,9 +46,9 @@ say $'\n'"| on $DEVICE | exit code | seconds | last line |"$'\n'"|---|---|---|--
 thrice archer iterations 1 $GAME $ACTOR $CRITIC --warmup 0
 thrice loop_ppo iterations 1 $APPS
 thrice sft epochs 1 $GAME --model checkpoints/twenty-questions --demonstrations 32
-try "archer, bfloat16" "$PYTHON" archer.py --iterations 1 --device "$DEVICE" --runs "$OUT/runs/b" --dtype bfloat16 \
+try "archer, bfloat16" "$PYTHON" archer.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" --dtype bfloat16 \
     $GAME $ACTOR $CRITIC --warmup 0
-try "loop_ppo, bfloat16" "$PYTHON" loop_ppo.py --iterations 1 --device "$DEVICE" --runs "$OUT/runs/b" --dtype bfloat16 \
+try "loop_ppo, bfloat16" "$PYTHON" loop_ppo.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" --dtype bfloat16 \
     $APPS --gradient-checkpointing
 thrice archer_offline_iql iterations 1 $GAME --dataset-size 32 --critic-updates 2 --actor-updates 2 --batch 4
 thrice lge_drrn steps 8 --worlds 2 --step-limit 4 --log-every 4 --eval-every 8 --eval-episodes 2 --dev-episodes 0
@@ -59,7 +58,7 @@ thrice baselines/filtered_bc iterations 1 $GAME $ACTOR
 thrice baselines/ppo iterations 1 $GAME --rollouts 8 --epochs 1
 try "tests marked gpu" "$PYTHON" -m pytest -q -n 0 -p no:cacheprovider -m gpu tests/algorithms
 
-"$PYTHON" benchmarks/gpu.py --device "$DEVICE" --limit $((LIMIT - SECONDS)) 2>"$OUT/figures.log" | tee -a "$REPORT" || WELL=1
+"$PYTHON" benchmarks/gpu.py --device "$DEVICE" --limit $((LIMIT - SECONDS)) 2>"$OUT/figures.log" | tee -a "$REPORT" || CODE=1
 say $'\n'"$SECONDS seconds in all."
-rm -rf "$OUT/runs" "$OUT/last.log"
-exit $WELL
+rm -rf "$RUNS" "$OUT/last.log"
+exit $CODE

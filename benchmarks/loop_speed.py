@@ -40,7 +40,7 @@ class Args:
 class Tokens:
     """In the place of a tokenizer: a text is the numbers of its tokens; any other word is token 1."""
 
-    eos_token_id, chat_template = 0, None
+    eos_token, eos_token_id, chat_template = "0", 0, None
 
     def __call__(self, text, **options):
         return {"input_ids": [int(word) if word.isdigit() else 1 for word in text.split()]}

@@ -214,6 +214,7 @@ def call(script: Path, *options) -> tuple[int, str, str]:
 
 # No network; one thread, so that tests and trainings get along.
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+QUIET |= {"PYTHON": sys.executable, "LIMIT": "100"}  # for benchmarks/gpu.sh
 
 
 def run(*command, cwd: Path = ROOT, stdin: str = "", timeout: int = 240) -> subprocess.CompletedProcess:
@@ -689,6 +690,7 @@ def test_rambling_is_charged_for(script, checkpoint, tmp_path):
 
 # (start of a command, arguments that make it small, what is typed); the first that fits is taken
 HOW_TO_RUN = [
+    ("bash benchmarks/gpu.sh", "cpu", ""),
     ("python benchmarks/apps.py", "--turns 20 --worlds 1", ""),
     ("python benchmarks/compare.py", "--quick --worlds twenty-questions-subset", ""),
     ("python benchmarks/variants.py", "--iterations 1 --rollouts 4 --critic-updates 1 --eval-episodes 2", ""),
@@ -720,7 +722,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
 if not importlib.util.find_spec("textarena"):
     NOT_HERE["textarena"] = "the package textarena"
 # What installs needs the network, and the test of that is .ci/run. train-scienceworld.py is the authors'.
-PROGRAMS = re.compile(r"python (?!-c|train-scienceworld)|tensorboard |mkdir |cp ")
+PROGRAMS = re.compile(r"python (?!-c|train-scienceworld)|bash |tensorboard |mkdir |cp ")
 
 
 def commands_of(page: Path) -> list[str]:
