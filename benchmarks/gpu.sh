@@ -38,7 +38,7 @@ thrice() { # a script, what counts its work, how much, options: on the device, r
 
 GAME="--env twenty-questions-subset --max-action-tokens 8 --eval-episodes 4"
 ACTOR="--rollouts 8 --actor-updates 1 --actor-batch 4" CRITIC="--critic-updates 2 --critic-batch 4 --critic-pool 8"
-APPS="--tasks 2 --rollouts 2 --worlds 4 --finish-all 1 --eval-episodes 2 --world max_turns=4 --threads 1"
+APPS="--tasks 2 --rollouts 2 --min-advantage 0 --worlds 4 --finish-all 1 --eval-episodes 2 --world max_turns=4 --threads 1"
 echo "# The scripts on $(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null || echo "a CPU")" >"$REPORT"
 [ "$DEVICE" = cpu ] && say "Without a GPU, in tiny sizes: this shows that the check works, and nothing of a GPU."
 say "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)."
@@ -48,8 +48,8 @@ thrice loop_ppo iterations 1 $APPS
 thrice sft epochs 1 $GAME --model checkpoints/twenty-questions --demonstrations 32
 try "archer, bfloat16" "$PYTHON" archer.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" --dtype bfloat16 \
     $GAME $ACTOR $CRITIC --warmup 0
-try "loop_ppo, bfloat16" "$PYTHON" loop_ppo.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" --dtype bfloat16 \
-    $APPS --gradient-checkpointing
+try "loop_ppo, bfloat16" "$PYTHON" loop_ppo.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" \
+    $APPS --dtype bfloat16 --gradient-checkpointing
 thrice archer_offline_iql iterations 1 $GAME --dataset-size 32 --critic-updates 2 --actor-updates 2 --batch 4
 thrice lge_drrn steps 8 --worlds 2 --step-limit 4 --log-every 4 --eval-every 8 --eval-episodes 2 --dev-episodes 0
 thrice guide_simcse iterations 1 --encoder tiny --updates 2 --descriptions 4 --pairs 2 --threads 1
@@ -58,7 +58,8 @@ thrice baselines/filtered_bc iterations 1 $GAME $ACTOR
 thrice baselines/ppo iterations 1 $GAME --rollouts 8 --epochs 1
 try "tests marked gpu" "$PYTHON" -m pytest -q -n 0 -p no:cacheprovider -m gpu tests/algorithms
 
-"$PYTHON" benchmarks/gpu.py --device "$DEVICE" --limit $((LIMIT - SECONDS)) 2>"$OUT/figures.log" | tee -a "$REPORT" || CODE=1
+"$PYTHON" benchmarks/gpu.py --device "$DEVICE" --limit $((LIMIT - SECONDS)) 2>"$OUT/figures.log" |
+    tee -a "$REPORT" || CODE=1
 say $'\n'"$SECONDS seconds in all."
 rm -rf "$RUNS" "$OUT/last.log"
 exit $CODE
