@@ -66,7 +66,7 @@ class Args:
     keep: float = 1.0  # share of the dialogues that is learned, the best by return (paper: 0.1)
     drills: int = 0  # random sequences that repeat, learned before all else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
-    imaginary: float = 0.0  # dialogues about imaginary things, for each of the others in the first epoch (D2)
+    imaginary: float = 0.0  # in the first epoch, dialogues about imaginary things for each other one (D2)
 
     # --- algorithm
     reply_weight: float = 1.0  # of a reply's token in the loss (D3; 0: none); one of the agent's has 1
