@@ -60,7 +60,10 @@ class Args:
     # --- model
     actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
     critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; what learns stays float32
+    lora: bool = False  # train low-rank adapters only (needs the package peft), and a --critic of its own
+    lora_rank: int = 16  # of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
 
     # --- data
     rollouts: int = 64  # dialogues played in an iteration (paper: 128; WebShop 512; D5)
@@ -69,6 +72,7 @@ class Args:
     max_action_tokens: int = 16  # tokens after which an utterance is cut
 
     # --- algorithm
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; exact, whatever it is
     critic_lr: float = 3e-4  # of Adam (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
     critic_updates: int = 30  # in an iteration, each with a Polyak step of the target (paper: 50)
     critic_batch: int = 16  # dialogues in an update of the critic (paper: 256 utterances)
@@ -282,30 +286,10 @@ def visibility(position_BT, fork_BT, start_BT):
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
 
 
-def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
-    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    return hidden_states(
-        body,
-        dtype,
-        input_ids=ids_BT.to(body.device),
-        position_ids=position_BT.to(body.device),
-        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-
-
-def hidden_states(body, dtype, **inputs):
-    """The last hidden states of a model without head, computed in `dtype`, as float32."""
-    is_mixed = dtype == "bfloat16"
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
-        return body(**inputs).last_hidden_state.float()
-
-
 def score(actor, dialogues, utterances, temperature, dtype):
     """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
     packed = pack(dialogues, actor.tokenizer, utterances)
-    hidden_BTH = masked_states(actor.base_model, *packed.inputs, dtype)
+    hidden_BTH = models.masked_states(actor.base_model, *packed.inputs, dtype)
     row_M = packed.row_N[packed.owner_M]
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
@@ -350,7 +334,7 @@ class Critic(nn.Module):
             end = [self.tokenizer.eos_token_id]
             forks = [models.encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
-        hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
+        hidden_BTH = models.masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
         return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
@@ -368,8 +352,7 @@ class Critic(nn.Module):
         self.tokenizer.truncation_side = "left"
         limit = self.body.context
         inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
-        inputs = inputs.to(self.body.device)
-        return hidden_states(self.body, self.dtype, **inputs)[:, 0]
+        return models.hidden_states(self.body, self.dtype, **inputs)[:, 0]
 
 
 class Twins(nn.ModuleList):
@@ -448,7 +431,7 @@ class Memory:
         visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
         position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
         body = self.actor.base_model
-        hidden_BTH = masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
+        hidden_BTH = models.masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
         return hidden_BTH, position_BT
 
 
@@ -492,7 +475,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(
+        hidden_BSH = models.masked_states(
             actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
         )
     return list(utterances.values()), list(total_logps.values())
@@ -535,8 +518,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 def with_fresh(dialogues, actor, args, rng):
     """Dialogues with a new utterance of the actor in each of their states, as token ids and as text."""
     result = []
-    for i in range(0, len(dialogues), 16):  # all at once might not fit
-        part = dialogues[i : i + 16]
+    for part in models.micro_batches(dialogues, args.micro_batch):
         rows, spans, _ = lay_out(part, actor.tokenizer)
         starts = [[] for _ in rows]
         for span in spans:
@@ -553,17 +535,6 @@ def with_fresh(dialogues, actor, args, rng):
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
-
-
 def critic_targets(target_critic, dialogues, gamma):
     """The targets of Q and of V, [N, 2] each."""
     v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi (D7)
@@ -575,32 +546,59 @@ def critic_targets(target_critic, dialogues, gamma):
     return td_target(reward_N, next_v_N2, gamma), q_N2
 
 
+# A loss is the mean over the N utterances of a batch; a micro-batch adds its share to it and to the gradient.
 def critic_update(critic, target_critic, optimizer, dialogues, args):
     """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
-    with torch.no_grad():
-        q_target_N2, v_target_N2 = critic_targets(target_critic, dialogues, args.gamma)
-    v_N2, q_N2 = critic(dialogues)
-    q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
-    v_loss = value_loss(v_N2, v_target_N2)  # E2
-    norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    optimizer.zero_grad()
+    losses = []
+    values = []
+    for part in models.micro_batches(dialogues, args.micro_batch):
+        with torch.no_grad():
+            q_target_N2, v_target_N2 = critic_targets(target_critic, part, args.gamma)
+        v_N2, q_N2 = critic(part)
+        q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
+        v_loss = value_loss(v_N2, v_target_N2)  # E2
+        share = len(v_N2) / len(returns)
+        both_2 = share * torch.stack([q_loss, v_loss])
+        both_2.sum().backward()
+        losses.append(both_2.detach())
+        values.append(v_N2.detach().mean(-1))
+    norm = models.clipped_step(optimizer, critic, args.max_grad_norm, "critic")
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
 
-    error_N = v_N2.detach().mean(-1) - return_N
-    variance = return_N.var(correction=0)
-    variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
-    explained = 1 - error_N.var(correction=0) / variance
-    return {
-        "critic/q_loss": q_loss.item(),
-        "critic/v_loss": v_loss.item(),
-        "critic/bias": error_N.mean().item(),
-        "critic/explained_variance": explained.item(),
+    q_loss, v_loss = sum(losses).tolist()
+    metrics = runs.value_errors(torch.cat(values), return_N)
+    return metrics | {
+        "critic/q_loss": q_loss,
+        "critic/v_loss": v_loss,
         "critic/grad_norm": norm,
     }
+
+
+def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
+    """For fresh utterances: the losses of E3 or E5 and of E4, and the KL of D1 [3]; the sum of entropies."""
+    fresh = flat(dialogues, "fresh_ids")
+    with torch.no_grad(), models.without_adapters(ref_model):
+        ref_logits_MV, *_ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
+        ref_logp_MV = ref_logits_MV.log_softmax(-1)
+    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
+    logp_MV = logits_MV.log_softmax(-1)
+    logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
+    p_MV = logp_MV.exp()
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i
+    kl = kl_M.sum() / len(fresh)
+    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: which a_<i come up is the actor's doing, too
+    baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
+    vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
+    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
+    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
+    entropy_M = -(p_MV * logp_MV).sum(-1)
+    return torch.stack([policy_loss, vtok_loss, kl]), entropy_M.sum().item()
 
 
 def actor_update(
@@ -615,34 +613,33 @@ def actor_update(
 ):
     """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
     dialogues = with_fresh(dialogues, actor, args, rng)
-    fresh = flat(dialogues, "fresh_ids")
+    parts = models.micro_batches(dialogues, args.micro_batch)
     with torch.no_grad():
-        v_N2, q_N2 = critic(dialogues, flat(dialogues, "fresh"))
-        ref_logits_MV, _, _, _ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
-        ref_logp_MV = ref_logits_MV.log_softmax(-1)
-    raw_N = advantages(q_N2, v_N2)
-    advantage_N = raw_N - args.center * raw_N.mean()  # D3
+        pairs = [critic(part, flat(part, "fresh")) for part in parts]
+    raw = [advantages(q_N2, v_N2) for v_N2, q_N2 in pairs]
+    raw_N = torch.cat(raw)
 
-    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
-    logp_MV = logits_MV.log_softmax(-1)
-    logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
-    p_MV = logp_MV.exp()
-    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i
-    kl = kl_M.sum() / len(fresh)
-    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: which a_<i come up is the actor's doing, too
-    baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
-    vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
-    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
-    loss = policy_loss + args.kl * kl + vtok_loss
+    optimizer.zero_grad()
+    losses = []
+    entropies = []
+    for part, own_N in zip(parts, raw, strict=True):
+        advantage_N = own_N - args.center * raw_N.mean()  # D3
+        losses_3, entropy = actor_losses(actor, ref_model, baseline, part, advantage_N, args)
+        share = len(own_N) / len(raw_N)
+        losses_3 = share * losses_3
+        policy_loss, vtok_loss, kl = losses_3
+        loss = policy_loss + args.kl * kl + vtok_loss
+        loss.backward()
+        losses.append(losses_3.detach())
+        entropies.append(entropy)
     # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
-    entropy_M = -(p_MV * logp_MV).sum(-1)
+    norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
+    policy_loss, vtok_loss, kl = sum(losses).tolist()
     return {
-        "actor/loss": policy_loss.item(),
-        "actor/baseline_loss": vtok_loss.item(),
-        "actor/kl": kl.item(),
-        "actor/entropy": entropy_M.sum().item() / len(fresh),
+        "actor/loss": policy_loss,
+        "actor/baseline_loss": vtok_loss,
+        "actor/kl": kl,
+        "actor/entropy": sum(entropies) / len(raw_N),
         "actor/advantage_mean": raw_N.mean().item(),
         "actor/advantage_std": raw_N.std().item(),
         "actor/grad_norm": norm,
@@ -692,15 +689,9 @@ def main(args: Args) -> dict[str, float]:
 
     # --- models and optimisers, as they start
     source = args.actor or models.checkpoint_of(worlds.envs[0])
-    actor = models.load(transformers.AutoModelForCausalLM, source, args)
-    models.probe(actor, masked_states)
-    ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
-    if args.critic:
-        body = models.load(transformers.AutoModel, args.critic, args)
-        models.probe_critic(body, masked_states, actor)
-    else:
-        body = copy.deepcopy(actor.base_model)  # D2
-        body.tokenizer = actor.tokenizer
+    actor = models.load_actor(source, args)
+    ref_model = models.reference_of(actor)  # stays the initial actor when a run is resumed
+    body = models.load_critic(args.critic, actor, args)  # D2
     first, _ = rollout(actor, worlds, args, rng)  # a resumed run drops these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in first]
     value = float(np.mean(returns))  # D4
@@ -713,7 +704,7 @@ def main(args: Args) -> dict[str, float]:
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one
-    modules = {"actor": actor, "baseline": baseline, "actor_optimizer": actor_optimizer}
+    modules = {"actor": models.learned(actor), "baseline": baseline, "actor_optimizer": actor_optimizer}
     modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
     run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
@@ -757,7 +748,7 @@ def main(args: Args) -> dict[str, float]:
         samples = [{"iteration": iteration} | with_values(dialogue, critic) for dialogue in played[:4]]
         run.log(metrics, "return|repeated|explained|kl", samples)
         if is_due or run.stopped:
-            run.save({"actor": actor, "critic": critic.body})
+            run.save(models.to_save("actor", actor) | {"critic": critic.body})
     return run.finish()
 
 

@@ -52,7 +52,11 @@ class Args:
 
     # --- model
     actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" takes the world's
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+    critic_model: str = ""  # a decoder, likewise; "" starts as the actor does (D2)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; what learns stays float32
+    lora: bool = False  # train low-rank adapters only (needs the package peft), and a --critic-model
+    lora_rank: int = 16  # of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one
     max_action_tokens: int = 16  # tokens after which a sampled utterance is cut
 
@@ -63,6 +67,7 @@ class Args:
     mix: str = "random=0.8/expert=0.2"  # players by shares of the dialogues; with commas, of the turns
 
     # --- algorithm
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; exact, whatever it is
     critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
     critic_lr: float = 3e-3  # at the start (authors: 1e-5, for RoBERTa; D3)
     critic_updates: int = 50  # of an iteration, each with a Polyak step of the target; 0: none, as for BC
@@ -297,30 +302,10 @@ def visibility(position_BT, fork_BT, start_BT):
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
 
 
-def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
-    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    return hidden_states(
-        body,
-        dtype,
-        input_ids=ids_BT.to(body.device),
-        position_ids=position_BT.to(body.device),
-        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-
-
-def hidden_states(body, dtype, **inputs):
-    """The last hidden states of a model without head, computed in `dtype`, as float32."""
-    is_mixed = dtype == "bfloat16"
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
-        return body(**inputs).last_hidden_state.float()
-
-
 def score(actor, dialogues, utterances, temperature, dtype):
     """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
     packed = pack(dialogues, actor.tokenizer, utterances)
-    hidden_BTH = masked_states(actor.base_model, *packed.inputs, dtype)
+    hidden_BTH = models.masked_states(actor.base_model, *packed.inputs, dtype)
     row_M = packed.row_N[packed.owner_M]
     ids_BT = packed.inputs[0]
     token_M = ids_BT[row_M, packed.column_M].to(actor.device)
@@ -357,7 +342,7 @@ class Critic(nn.Module):
             end = [self.tokenizer.eos_token_id]
             forks = [models.encode(self.tokenizer, text) + end for text in texts]
         packed = pack(dialogues, self.tokenizer, forks)
-        hidden_BTH = masked_states(self.body, *packed.inputs, self.dtype)
+        hidden_BTH = models.masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
         return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
@@ -416,8 +401,8 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
     S = start_BS.shape[1]
     body = actor.base_model
     cache = transformers.DynamicCache()
-    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(body, args.dtype, **inputs)
+    inputs = {"input_ids": ids_BC, "past_key_values": cache, "use_cache": True}
+    hidden_BCH = models.hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
@@ -447,7 +432,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
+        hidden_BSH = models.masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -496,18 +481,7 @@ def fresh_utterances(actor, dialogues, args, rng):
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
-
-
-def critic_targets(target_critic, dialogues, return_N, args):
+def critic_targets(target_critic, dialogues, args):
     """The targets of Q and of V [N, 2] each, and the expectile of V's loss."""
     target_v_N2, target_q_N2 = target_critic(dialogues)  # of the data's utterances, and of no others
     if args.critic == "iql":
@@ -520,40 +494,48 @@ def critic_targets(target_critic, dialogues, return_N, args):
     last_turns = np.cumsum(lengths) - 1
     next_N2 = next_N2.roll(-1, 0)
     next_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
-    reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
+    reward_N = next_N2.new_tensor(flat(dialogues, "rewards"))
     return td_target(reward_N, next_N2, args.gamma), target_q_N2, expectile
 
 
+# A loss is the mean over the N utterances of a batch; a micro-batch adds its share to it and to the gradient.
 def critic_update(critic, target_critic, optimizer, dialogues, args):
     """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
-    with torch.no_grad():
-        q_target_N2, v_target_N2, expectile = critic_targets(target_critic, dialogues, return_N, args)
-    v_N2, q_N2 = critic(dialogues)
-    q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
-    v_loss = value_loss(v_N2, v_target_N2, expectile)  # E2, E6
-    norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    optimizer.zero_grad()
+    losses = []
+    values = []
+    for part in models.micro_batches(dialogues, args.micro_batch):
+        with torch.no_grad():
+            q_target_N2, v_target_N2, expectile = critic_targets(target_critic, part, args)
+        v_N2, q_N2 = critic(part)
+        q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
+        v_loss = value_loss(v_N2, v_target_N2, expectile)  # E2, E6
+        share = len(v_N2) / len(returns)
+        both_2 = share * torch.stack([q_loss, v_loss])
+        both_2.sum().backward()
+        losses.append(both_2.detach())
+        values.append(v_N2.detach().mean(-1))
+    norm = models.clipped_step(optimizer, critic, args.max_grad_norm, "critic")
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
 
-    error_N = v_N2.detach().mean(-1) - return_N
-    variance = return_N.var(correction=0)
-    variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
-    explained = 1 - error_N.var(correction=0) / variance
-    return {
-        "critic/q_loss": q_loss.item(),
-        "critic/v_loss": v_loss.item(),
-        "critic/bias": error_N.mean().item(),
-        "critic/explained_variance": explained.item(),
+    q_loss, v_loss = sum(losses).tolist()
+    metrics = runs.value_errors(torch.cat(values), return_N)
+    return metrics | {
+        "critic/q_loss": q_loss,
+        "critic/v_loss": v_loss,
         "critic/grad_norm": norm,
     }
 
 
-def actor_update(actor, critic, optimizer, dialogues, args, rng):
-    """One step on E7 with the utterances of the data, or on E3 with some that the actor has just sampled."""
+def actor_losses(actor, critic, dialogues, args, rng):
+    """The loss of E7 for the data's utterances, or of E3 for some that the actor has just sampled; beside it
+    the data's nll, the advantages [N], and the sum of entropies.
+    """
     logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args.temperature, args.dtype)
     nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
     data_nll = nll_M.sum() / len(flat(dialogues, "actions"))
@@ -568,18 +550,40 @@ def actor_update(actor, critic, optimizer, dialogues, args, rng):
         entropy_M = torch.distributions.Categorical(logits=logits_MV).entropy()
     advantage_N = advantages(q_N2, v_N2)  # E3
     weight_N = advantage_N
-    metrics = {}
     if args.actor_loss == "awr":
         weight_N = awr_weights(advantage_N, args.beta, args.max_weight)  # E7
+    loss = reinforce_loss(-nll_M, weight_N, owner_M) + args.bc_weight * data_nll
+    return loss, data_nll, advantage_N, entropy_M.sum().item()
+
+
+def actor_update(actor, critic, optimizer, dialogues, args, rng):
+    """One step on E7 or E3."""
+    N = len(flat(dialogues, "actions"))
+    optimizer.zero_grad()
+    losses = []
+    judged = []
+    entropies = []
+    for part in models.micro_batches(dialogues, args.micro_batch):
+        loss, data_nll, advantage_N, entropy = actor_losses(actor, critic, part, args, rng)
+        share = len(advantage_N) / N
+        both_2 = share * torch.stack([loss, data_nll.detach()])
+        both_2.sum().backward()
+        losses.append(both_2.detach())
+        judged.append(advantage_N)
+        entropies.append(entropy)
+    norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
+    loss, data_nll = sum(losses).tolist()
+    advantage_N = torch.cat(judged)
+    metrics = {}
+    if args.actor_loss == "awr":
+        weight_N = awr_weights(advantage_N, args.beta, args.max_weight)
         is_clamped_N = weight_N >= args.max_weight
         metrics["actor/effective_samples"] = effective_share(weight_N).item()
         metrics["actor/clamped"] = is_clamped_N.float().mean().item()
-    loss = reinforce_loss(-nll_M, weight_N, owner_M) + args.bc_weight * data_nll
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
     return metrics | {
-        "actor/loss": loss.item(),
-        "actor/data_nll": data_nll.item(),
-        "actor/entropy": entropy_M.sum().item() / len(advantage_N),
+        "actor/loss": loss,
+        "actor/data_nll": data_nll,
+        "actor/entropy": sum(entropies) / N,
         "actor/advantage_mean": advantage_N.mean().item(),
         "actor/advantage_std": advantage_N.std(correction=0).item(),
         "actor/grad_norm": norm,
@@ -640,8 +644,7 @@ def main(args: Args) -> dict[str, float]:
 
     # --- the data
     source = args.actor or models.checkpoint_of(world)
-    actor = models.load(transformers.AutoModelForCausalLM, source, args)
-    models.probe(actor, masked_states)
+    actor = models.load_actor(source, args)
     data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))
@@ -653,8 +656,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     returns = [mc_returns(dialogue["rewards"], args.gamma) for dialogue in data]
     value = float(np.concatenate(returns).mean())  # D4
-    body = copy.deepcopy(actor.base_model)  # D2
-    body.tokenizer = actor.tokenizer
+    body = models.load_critic(args.critic_model, actor, args)  # D2
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor_optimizer = torch.optim.AdamW(
@@ -663,7 +665,7 @@ def main(args: Args) -> dict[str, float]:
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one
-    modules = {"actor": actor, "actor_optimizer": actor_optimizer}
+    modules = {"actor": models.learned(actor), "actor_optimizer": actor_optimizer}
     modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
     run.start(modules)
     if not args.resume:
@@ -701,7 +703,7 @@ def main(args: Args) -> dict[str, float]:
             samples = [{"iteration": iteration} | dialogue for dialogue in judged[:8]]
         run.log(metrics, "eval/return|explained|nll|entropy", samples)
         if is_due or run.stopped:
-            run.save({"actor": actor})
+            run.save(models.to_save("actor", actor))
 
     evaluated = [row["eval/return"] for row in run.metrics if "eval/return" in row]
     learned = evaluated[1:] or evaluated  # the start is no result of the run

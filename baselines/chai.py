@@ -189,7 +189,7 @@ def read_forks(body, rows, spans, utterances, dtype):
         ends.append(len(ids[b]) - 1)
     position_BT = pad(positions)
     visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
-    hidden_BTH = masked_states(body, pad(ids), position_BT, visible_BTT, dtype)
+    hidden_BTH = models.masked_states(body, pad(ids), position_BT, visible_BTT, dtype)
     row_N = [span.row for span in spans]
     state_N = [span.start - 1 for span in spans]
     return hidden_BTH[row_N, state_N], hidden_BTH[row_N, ends]
@@ -201,26 +201,6 @@ def visibility(position_BT, fork_BT, start_BT):
     is_row_B1T = fork_BT[:, None] == ROW
     is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
     return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
-
-
-def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
-    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    return hidden_states(
-        body,
-        dtype,
-        input_ids=ids_BT.to(body.device),
-        position_ids=position_BT.to(body.device),
-        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-
-
-def hidden_states(body, dtype, **inputs):
-    """The last hidden states of a model without head, computed in `dtype`, as float32."""
-    is_mixed = dtype == "bfloat16"
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
-        return body(**inputs).last_hidden_state.float()
 
 
 class TwinCritic(nn.Module):
@@ -302,8 +282,8 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
     S = start_BS.shape[1]
     body = actor.base_model
     cache = transformers.DynamicCache()
-    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(body, args.dtype, **inputs)
+    inputs = {"input_ids": ids_BC, "past_key_values": cache, "use_cache": True}
+    hidden_BCH = models.hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
@@ -333,7 +313,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
+        hidden_BSH = models.masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -479,7 +459,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimiser, as they start; the actor stays so (D1)
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     actor = models.load(transformers.AutoModelForCausalLM, source, args)
-    models.probe(actor, masked_states)
+    models.probe(actor)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)

@@ -152,26 +152,6 @@ def cloning_loss(logp_M, num_actions):
 UNSEEN = 2**30  # position of a token that no token sees
 
 
-def hidden_states(body, dtype, **inputs):
-    """The last hidden states of a model without head, computed in `dtype`, as float32."""
-    is_mixed = dtype == "bfloat16"
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
-        return body(**inputs).last_hidden_state.float()
-
-
-def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
-    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    return hidden_states(
-        body,
-        dtype,
-        input_ids=ids_BT.to(body.device),
-        position_ids=position_BT.to(body.device),
-        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-
-
 def read_tokens(body, tokenizer, dialogues, dtype):
     """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
     rows, spans, _ = lay_out(dialogues, tokenizer)
@@ -181,7 +161,7 @@ def read_tokens(body, tokenizer, dialogues, dtype):
         row_M += [row] * (stop - start)
         column_M += range(start, stop)
     ids_BT = pad(rows).to(body.device)  # on the right, where no token sees it
-    hidden_BTH = hidden_states(body, dtype, input_ids=ids_BT)
+    hidden_BTH = models.hidden_states(body, dtype, input_ids=ids_BT)
     before_M = torch.tensor(column_M) - 1
     return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
 
@@ -251,7 +231,7 @@ class Memory:
         visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
         position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
         body = self.actor.base_model
-        hidden_BTH = masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
+        hidden_BTH = models.masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
         return hidden_BTH, position_BT
 
 
@@ -295,7 +275,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(
+        hidden_BSH = models.masked_states(
             actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
         )
     return list(utterances.values()), list(total_logps.values())
@@ -394,7 +374,7 @@ def main(args: Args) -> dict[str, float]:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     actor = models.load(transformers.AutoModelForCausalLM, source, args)
-    models.probe(actor, masked_states)
+    models.probe(actor)
     actor_optimizer = torch.optim.AdamW(actor.parameters(), lr=args.actor_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one

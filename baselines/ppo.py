@@ -173,26 +173,6 @@ def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
 
 
 # ---------------------------------------------------------- 4. models
-def hidden_states(body, dtype, **inputs):
-    """The last hidden states of a model without head, computed in `dtype`, as float32."""
-    is_mixed = dtype == "bfloat16"
-    with torch.autocast(body.device.type, torch.bfloat16, enabled=is_mixed):
-        return body(**inputs).last_hidden_state.float()
-
-
-def masked_states(body, ids_BT, position_BT, visible_BTC, dtype, cache=None):
-    """Last hidden states [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
-    return hidden_states(
-        body,
-        dtype,
-        input_ids=ids_BT.to(body.device),
-        position_ids=position_BT.to(body.device),
-        attention_mask=models.mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
-        past_key_values=cache,
-        use_cache=cache is not None,
-    )
-
-
 def read_tokens(body, tokenizer, dialogues, dtype):
     """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
     rows, spans, _ = lay_out(dialogues, tokenizer)
@@ -202,7 +182,7 @@ def read_tokens(body, tokenizer, dialogues, dtype):
         row_M += [row] * (stop - start)
         column_M += range(start, stop)
     ids_BT = pad(rows).to(body.device)  # on the right, where no token sees it
-    hidden_BTH = hidden_states(body, dtype, input_ids=ids_BT)
+    hidden_BTH = models.hidden_states(body, dtype, input_ids=ids_BT)
     before_M = torch.tensor(column_M) - 1
     return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
 
@@ -279,8 +259,8 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
     S = start_BS.shape[1]
     body = actor.base_model
     cache = transformers.DynamicCache()
-    inputs = {"input_ids": ids_BC.to(actor.device), "past_key_values": cache, "use_cache": True}
-    hidden_BCH = hidden_states(body, args.dtype, **inputs)
+    inputs = {"input_ids": ids_BC, "past_key_values": cache, "use_cache": True}
+    hidden_BCH = models.hidden_states(body, args.dtype, **inputs)
     hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
@@ -310,7 +290,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
-        hidden_BSH = masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
+        hidden_BSH = models.masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
     return list(utterances.values()), list(total_logps.values())
 
 
@@ -463,7 +443,7 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     actor = models.load(transformers.AutoModelForCausalLM, source, args)
-    models.probe(actor, masked_states)
+    models.probe(actor)
     ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer

@@ -203,7 +203,7 @@ def offline_gap(model) -> float:
 @torch.no_grad()
 def gap_of_forks(model, script, write) -> float:
     """Of utterances that `write` has sampled in the states of a dialogue, and of how a script scores them."""
-    models.probe(model, script.masked_states)
+    models.probe(model)
     dialogue, args = dialogue_of(model), script.Args(max_action_tokens=4)
     (row,), spans, _ = script.lay_out([dialogue], model.tokenizer)
     start_S = [span.start for span in spans]

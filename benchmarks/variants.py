@@ -151,8 +151,10 @@ class OwnBaseline:
             scored = self.score(self.network, dialogues, fresh, args.temperature, args.dtype)
             _, _, hidden_MH, owner_M = scored
             loss = archer.baseline_loss(baseline(hidden_MH)[:, 0], advantage_N, owner_M)  # E4
-            parameters = self.optimizer.param_groups[0]["params"]
-            archer.descend(loss, self.optimizer, parameters, args.max_grad_norm, "baseline")
+            self.optimizer.zero_grad()
+            loss.backward()
+            both = torch.nn.ModuleList([self.network, baseline])
+            models.clipped_step(self.optimizer, both, args.max_grad_norm, "baseline")
         return self.update(actor, ref_model, critic, baseline, optimizer, dialogues, args, rng)
 
 

@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from datetime import date
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -53,7 +55,7 @@ def load(auto, source: str, args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-        is_adapter = bool(getattr(model, "peft_config", None))
+        is_adapter = has_adapters(model)
         if is_adapter:
             merge_adapter(model)
         if not any(p.requires_grad for p in model.parameters()):
@@ -108,6 +110,53 @@ def merge_adapter(model) -> None:
     model.requires_grad_(True)
 
 
+def load_actor(source: str, args):
+    """The causal model that learns, probed; with what --lora and --gradient-checkpointing ask for.
+
+    With --lora its own weights are frozen in --dtype, and low-rank adapters learn in float32.
+    """
+    import torch
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    if not args.lora:
+        model = load(auto, source, args)
+    else:
+        model = load(auto, source, replace(args, device="cpu"))  # in float32 it may not fit on the device
+        dtype = getattr(torch, args.dtype)
+        for p in model.parameters():
+            # Not the buffers: in bfloat16 the angles of far positions are radians off.
+            p.data = p.data.to(args.device, dtype, copy=True)
+        model.to(args.device)
+        add_adapters(model, args.lora_rank)
+    probe(model)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def load_critic(source: str, actor, args):
+    """The body of a critic, which learns in float32: `source` or, where that is "", as the actor's is now."""
+    import transformers
+
+    if source:
+        body = load(transformers.AutoModel, source, args)
+        probe_critic(body, actor)
+        if args.gradient_checkpointing:
+            checkpoint_activations(body)
+        return body
+    if has_adapters(actor):
+        raise ValueError("--lora: a critic learns whole, and so needs a smaller model of its own: --critic")
+    body = deepcopy(actor.base_model)
+    body.tokenizer = actor.tokenizer
+    return body
+
+
+def has_adapters(model) -> bool:
+    """Whether low-rank adapters are all that learns of a model."""
+    return bool(getattr(model, "peft_config", None))
+
+
 def add_adapters(model, rank: int) -> None:
     """Low-rank adapters, which are all that is trained from now on: on all linear layers but the head."""
     try:
@@ -118,6 +167,62 @@ def add_adapters(model, rank: int) -> None:
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+
+
+def learned(model):
+    """What a checkpoint has to have of a model: of one with adapters these alone."""
+    from torch.nn import ParameterList
+
+    if not has_adapters(model):
+        return model
+    return ParameterList(p for p in model.parameters() if p.requires_grad)
+
+
+def reference_of(model):
+    """What stays as a model is now: a copy of it; of one with adapters itself, read `without_adapters`."""
+    if has_adapters(model):
+        return model
+    return deepcopy(model).requires_grad_(False)
+
+
+@contextmanager
+def without_adapters(model) -> Iterator[None]:
+    """In this context a model is as it was before it had adapters, if it has any."""
+    if has_adapters(model):
+        model.disable_adapters()
+    yield
+    if has_adapters(model):
+        model.enable_adapters()
+
+
+def to_save(name: str, model) -> dict:
+    """The models to be saved for one, by name: of one with adapters these, and a merged copy in float32.
+
+    The copy is made on the CPU, as there may be no room for two on the device.
+    """
+    if not has_adapters(model):
+        return {name: model}
+    device = model.device
+    merged = deepcopy(model.cpu()).float()
+    model.to(device)
+    merge_adapter(merged)
+    return {name: merged, f"{name}_adapter": model}
+
+
+def checkpoint_activations(model) -> None:
+    """A pass with gradients keeps little of what layers compute: the backward pass computes it again.
+
+    Layers do so in training mode only, in which they have no cache. So they are in it where gradients are
+    asked for. The modules inside of a layer stay in eval mode: there is no dropout.
+    """
+    import torch
+
+    def set_mode(body, inputs):
+        for module in body.modules():
+            module.training = torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
+
+    model.activation_checkpointing_enable()
+    model.base_model.register_forward_pre_hook(set_mode)
 
 
 def why_not_loaded(source: str, error: Exception, args=None) -> str:
@@ -236,6 +341,30 @@ def encode_between(tokenizer, before: str, text: str, after: str) -> list[int]:
 
 
 # ---------------------------------------------------------- 3. reading
+def hidden_states(body, dtype: str, **inputs):
+    """The last hidden states of a model without head, computed in `dtype`; of bfloat16 as float32."""
+    import torch
+
+    on_device = {name: x.to(body.device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+    if dtype != "bfloat16":
+        return body(**on_device).last_hidden_state
+    with torch.autocast(body.device.type, torch.bfloat16):
+        return body(**on_device).last_hidden_state.float()
+
+
+def masked_states(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None):
+    """The same [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
+    return hidden_states(
+        body,
+        dtype,
+        input_ids=ids_BT,
+        position_ids=position_BT,
+        attention_mask=mask_of(body, visible_BTC[:, None]),  # of four axes: is taken as it is
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+
+
 def width_of(model) -> int:
     """The width of the hidden states that a body gives: in some it is not the one of the configuration."""
     import torch
@@ -308,16 +437,15 @@ class Answer:
 def logits_of(model, hidden):
     """Logits of hidden states [..., H] by all that a model does behind its body: head, scale, cap.
 
-    It is the model's own forward pass, with a body that answers with these states.
+    It is the model's own forward pass, with a body that answers with these states, in the model's own dtype.
     """
     import torch
 
     body = model.base_model
     name = next(name for name, module in model.named_children() if module is body)
-    hidden_1NH = hidden.reshape(1, -1, hidden.shape[-1])
-    ids_1N = torch.zeros(
-        hidden_1NH.shape[:2], dtype=torch.long, device=hidden.device
-    )  # Gemma 4 asks how many
+    hidden_1NH = hidden.reshape(1, -1, hidden.shape[-1]).to(model.dtype)
+    size = hidden_1NH.shape[:2]
+    ids_1N = torch.zeros(size, dtype=torch.long, device=hidden.device)  # Gemma 4 asks how many
     model._modules[name] = Answer(body, hidden_1NH)
     try:
         logits = model(input_ids=ids_1N, use_cache=False).logits
@@ -326,7 +454,26 @@ def logits_of(model, hidden):
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
 
-# ---------------------------------------------------------- 4. random numbers
+# ---------------------------------------------------------- 4. a step, in parts
+def micro_batches(dialogues, size: int) -> list:
+    """A batch in parts of `size`, of which one is in memory at a time; the last one may be smaller."""
+    if size < 1:
+        raise ValueError(f"--micro-batch {size}: it must be at least 1")
+    return [dialogues[i : i + size] for i in range(0, len(dialogues), size)]
+
+
+def clipped_step(optimizer, model, max_norm: float, what: str) -> float:
+    """One step of an optimiser; the gradients of `model` are clipped. Returns their norm before that."""
+    import torch
+
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if not torch.isfinite(norm):
+        raise ArithmeticError(f"the {what} diverged (gradient {norm.item()}): lower its rate")
+    optimizer.step()
+    return norm.item()
+
+
+# ---------------------------------------------------------- 5. random numbers
 def streams(seeds) -> list:
     """A generator of random numbers for each seed: one that no world has, not even with the same seed.
 
@@ -351,17 +498,17 @@ def uniform(streams: list, number: int):
     return torch.from_numpy(numpy.stack(rows))
 
 
-# ---------------------------------------------------------- 5. the probe
+# ---------------------------------------------------------- 6. the probe
 PROBED = 512  # tokens of the row with which a model is probed, at most
 FORK = 4  # of these, tokens of another utterance than the row's
 WINDOW = 16  # of a sliding window, while a model is probed
 GAP = {"float32": 0.01, "bfloat16": 0.1}  # nats that log-probs of the same tokens may be apart (`gap_of`)
 
 
-def probe(model, masked_states: Callable) -> None:
+def probe(model) -> None:
     """Raises ValueError for a model that does not score and write here as it does by itself.
 
-    `masked_states` is that of the scripts. A row of random tokens with a fork in its middle is read in one
+    A row of random tokens with a fork in its middle is read in one
     pass, as where utterances are scored, and token by token behind what was read before, as where they are
     written. All in float32: what a model does is the same in bfloat16, and there the rounding would hide it.
     """
@@ -389,7 +536,7 @@ def probe(model, masked_states: Callable) -> None:
     compare(model, forked_BT, write, "what is written")
 
 
-def probe_critic(body, masked_states: Callable, actor) -> None:
+def probe_critic(body, actor) -> None:
     """Raises ValueError for a critic of its own that does not read here as it does by itself.
 
     A decoder reads whole dialogues, and so its context limits these, too. As it may spell them with more

@@ -362,6 +362,15 @@ def means(logs: list[dict[str, float]]) -> dict[str, float]:
     return {tag: fmean(known) if known else math.nan for tag, known in figures.items()}
 
 
+def value_errors(value_N, return_N) -> dict[str, float]:
+    """How far values are from returns, both tensors: on the mean, and the share of the variance explained."""
+    error_N = value_N - return_N
+    variance = return_N.var(correction=0)
+    variance[variance < 1e-8] = math.nan  # all returns are equal: there is nothing to explain
+    explained = 1 - error_N.var(correction=0) / variance
+    return {"critic/bias": error_N.mean().item(), "critic/explained_variance": explained.item()}
+
+
 # ---------------------------------------------------------- 3. files
 LOCKS = []  # files that stay open as long as this process lives
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -775,7 +775,8 @@ def test_bfloat16_computes_so_but_keeps_small_steps(actor, folders):
     assert logits_MV.dtype == torch.float32 and 1e-4 < (logits_MV - exact_MV).abs().max() < 1
     before_it = copy.deepcopy(actor.state_dict())
     optimizer = torch.optim.Adam(actor.parameters(), lr=1e-5)
-    archer.descend(logits_MV.var(), optimizer, actor.parameters(), 1.0, "actor")
+    logits_MV.var().backward()
+    models.clipped_step(optimizer, actor, 1.0, "actor")
     moved = [(new - before_it[name]).abs().max().item() for name, new in actor.state_dict().items()]
     assert sorted(moved)[len(moved) // 2] == pytest.approx(1e-5, rel=0.1)
     assert len(fresh_for(played, actor, dtype="bfloat16")) == len(fresh)
@@ -805,7 +806,7 @@ def both_ways(monkeypatch, world, actor, n=8, **changes):
 
     Of each the dialogues, their nll, and how many tokens a row the model was given.
     """
-    generate, masked_states, read = archer.generate, archer.masked_states, []
+    generate, masked_states, read = archer.generate, models.masked_states, []
 
     def forgets(memory, rows, *given):
         return generate(archer.Memory(memory.actor, rows), rows, *given)
@@ -815,7 +816,7 @@ def both_ways(monkeypatch, world, actor, n=8, **changes):
         return masked_states(body, ids_BT, *given)
 
     found = []
-    monkeypatch.setattr(archer, "masked_states", listen)
+    monkeypatch.setattr(models, "masked_states", listen)
     for own in (generate, forgets):
         monkeypatch.setattr(archer, "generate", own)
         read.clear()
@@ -1261,19 +1262,17 @@ def test_1x8_is_8x1(actor, monkeypatch):
 
 
 def test_gradients_are_clipped_and_nan_is_an_error():
-    """`descend` clips what it is given and says how large the gradient was."""
+    """`clipped_step` clips the gradients of what it is given and says how large they were."""
     module, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    loss, parameters = (
-        100 * (module(torch.ones(1, 2)) + other(torch.ones(1, 2))).sum(),
-        list(module.parameters()),
-    )
-    norm = archer.descend(loss, still(module, other), parameters, 1.0, "test")
+    (100 * (module(torch.ones(1, 2)) + other(torch.ones(1, 2))).sum()).backward()
+    norm = models.clipped_step(still(module, other), module, 1.0, "test")
     assert norm == pytest.approx(100 * math.sqrt(3), rel=1e-5)
     assert gradient(module).norm() == pytest.approx(1, rel=1e-4)
     assert gradient(other).norm() == pytest.approx(100 * math.sqrt(3), rel=1e-5)
-    before_it, optimizer = copy.deepcopy(module.state_dict()), torch.optim.SGD(parameters, lr=1.0)
+    before_it, optimizer = copy.deepcopy(module.state_dict()), torch.optim.SGD(module.parameters(), lr=1.0)
+    module(torch.full((1, 2), math.inf)).sum().backward()
     with pytest.raises(ArithmeticError, match="test diverged"):
-        archer.descend(module(torch.full((1, 2), math.inf)).sum(), optimizer, parameters, 1.0, "test")
+        models.clipped_step(optimizer, module, 1.0, "test")
     assert all(torch.equal(before_it[name], value) for name, value in module.state_dict().items())
 
 
@@ -1288,6 +1287,50 @@ def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
         archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, small())
         options = (still(actor), played, small(), np.random.default_rng())
         archer.actor_update(actor, actor, critic, baseline, *options)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@BOTH
+def test_an_update_is_the_same_in_micro_batches(actor, world, kind, size, folders):
+    """In float64, where sums differ by rounding alone: gradients and figures, those of the whole batch, too,
+    and the utterances that the actor samples for its update."""
+    played = with_rewards(play(world, actor, n=7)[0])
+    ref_model, critic = copy.deepcopy(actor).double(), critic_of(actor, kind, folders=folders).double()
+    for parameter in ref_model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    actor, baseline, target = actor.double(), archer.mlp(32, 32, 0.3).double(), copy.deepcopy(critic)
+
+    def results(micro_batch):
+        args = small(micro_batch=micro_batch, baseline=True, max_grad_norm=1e9, polyak=0.0)
+        options = (still(actor, baseline), played, args, np.random.default_rng(9))
+        figures = archer.critic_update(critic, target, still(critic), played, args)
+        found = [gradient(critic)]
+        figures |= archer.actor_update(actor, ref_model, critic, baseline, *options)
+        return figures, torch.cat([*found, gradient(actor), gradient(baseline)])
+
+    expected, whole = results(7)
+    figures, parts = results(size)
+    assert figures == pytest.approx(expected, rel=1e-9) and figures["actor/kl"] > 0
+    assert (parts - whole).norm() < 1e-12 * whole.norm() and whole.norm() > 0
+
+
+def test_no_more_than_a_micro_batch_is_read_at_a_time(actor, tokenizer, folders, monkeypatch):
+    """By no model and in no pass: not where gradients are, not for targets, advantages or samples."""
+    played = with_rewards(play("toy", actor, n=7)[0])
+    critic, ref_model, baseline = critic_of(actor), copy.deepcopy(actor), archer.mlp(32, 32, 0.3)
+    rows, hidden_states = [], models.hidden_states
+
+    def listen(body, dtype, **inputs):
+        rows.append(len(inputs["input_ids"]))
+        return hidden_states(body, dtype, **inputs)
+
+    monkeypatch.setattr(models, "hidden_states", listen)
+    args = small(micro_batch=2)
+    options = (still(actor, baseline), played, args, np.random.default_rng(9))
+    archer.critic_update(critic, copy.deepcopy(critic), still(critic), played, args)
+    archer.actor_update(actor, ref_model, critic, baseline, *options)
+    assert max(rows) == 2 and rows.count(1) >= 6
 
 
 # ------------------------------------------------------------------------------------- what `main` hands on
@@ -1472,7 +1515,7 @@ def test_every_actor_update_has_utterances_of_its_own(spied):
         scored = [c["given"] for c in call["inside"] if c["name"] == "score"]
         assert {id(c["actor"]) for c in scored} == {id(given["actor"]), id(given["ref_model"])}
         assert all(c["utterances"] == archer.flat(fresh["result"], "fresh_ids") for c in scored)
-        assert all(c["dialogues"] is fresh["result"] for c in scored)
+        assert all(c["dialogues"] == fresh["result"] for c in scored)
     assert len(set(states)) == len(states) == 9
 
 
@@ -1838,6 +1881,12 @@ MISUSE = {
     "critic_batch": "--critic-batch 0: it must be at least 1",
     "actor_batch": "--actor-batch 0: it must be at least 1",
 }
+
+
+def test_a_micro_batch_of_nothing_is_one_line():
+    with pytest.raises(ValueError, match=r"^--micro-batch 0: it must be at least 1$"):
+        models.micro_batches([1], 0)
+    assert models.micro_batches([1, 2, 3], 2) == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("flag", MISUSE)

@@ -98,10 +98,10 @@ DEFAULTS |= {"max_action_tokens": 6, "critic_updates": 3, "actor_updates": 2, "b
 DEFAULTS |= {"eval_every": 2, "eval_episodes": 4}
 
 
-def spy(monkeypatch, name: str, look=lambda call: None) -> list[SimpleNamespace]:
+def spy(monkeypatch, name: str, look=lambda call: None, of=offline) -> list[SimpleNamespace]:
     """Every call of a function of the script: its arguments by name, its `result`, and what `look` saw at
     the time, for what changes later."""
-    right, calls = getattr(offline, name), []
+    right, calls = getattr(of, name), []
     signature = inspect.signature(right)
 
     def listen(*args, **kwargs):
@@ -113,7 +113,7 @@ def spy(monkeypatch, name: str, look=lambda call: None) -> list[SimpleNamespace]
         call.result = right(*args, **kwargs)
         return call.result
 
-    monkeypatch.setattr(offline, name, listen)
+    monkeypatch.setattr(of, name, listen)
     return calls
 
 
@@ -229,7 +229,7 @@ def test_E7_is_the_loop(beta, limit):
 )
 def test_effective_samples(actor, monkeypatch, advantage, expected):
     monkeypatch.setattr(offline, "advantages", lambda q, v: torch.tensor(advantage))
-    monkeypatch.setattr(offline, "descend", lambda *_: 0.0)
+    monkeypatch.setattr(models, "clipped_step", lambda *_: 0.0)
     args = small(max_weight=math.inf)
     update = actor, make_critic(actor, 1), still(actor), [dialogue("abca", True)], args, None
     assert offline.actor_update(*update)["actor/effective_samples"] == pytest.approx(expected, rel=1e-4)
@@ -657,7 +657,8 @@ def test_2n_iterations_are_n_and_n_resumed(tmp_path, changes):
 
 def test_learning_rates_fall(tmp_path, monkeypatch):
     """D5: linearly to zero, from iteration to iteration; and the actor comes after the critic."""
-    steps = spy(monkeypatch, "descend", lambda call: call.optimizer.param_groups[0]["lr"])
+    look = lambda call: call.optimizer.param_groups[0]["lr"]  # noqa: E731
+    steps = spy(monkeypatch, "clipped_step", look, of=models)
     go(tmp_path, iterations=4, critic_updates=2, actor_updates=1, critic_lr=1.0e-3, actor_lr=1e-4)
     assert [step.what for step in steps] == (["critic"] * 2 + ["actor"]) * 4
     shares = [1.0, 0.75, 0.5, 0.25]

@@ -139,7 +139,9 @@ def taught(tmp_path_factory, toys):  # noqa: F811
             batch = [demonstrations[i] for i in rng.integers(len(demonstrations), size=16)]
             logits_MV, token_M, _, _ = archer.score(actor, batch, None, 1.0, "float32")
             loss = torch.nn.functional.cross_entropy(logits_MV, token_M)
-            archer.descend(loss, optimizer, actor.parameters(), 1.0, "actor")
+            optimizer.zero_grad()
+            loss.backward()
+            models.clipped_step(optimizer, actor, 1.0, "actor")
         actor.save_pretrained(base)
         own.save_pretrained(base)
         made[world.id] = str(base)

@@ -245,12 +245,12 @@ def test_a_row_may_be_longer_than_a_window(kind, monkeypatch):
         table.make_model(kind, folder)
         model = models.load(transformers.AutoModelForCausalLM, folder, args)
     assert model.context == 256 and model.config.sliding_window == 64
-    models.probe(model, archer.masked_states)
+    models.probe(model)
     assert model.config.sliding_window == 64  # the probe has one of its own
     assert table.archer_gap(model) < EXACT and table.loop_gap(model) < EXACT
     monkeypatch.setattr(models, "mask_of", lambda model, visible: torch.where(visible, 0.0, -1e30))
     with pytest.raises(ValueError, match=r"what is scored is .* nats from what it says by itself"):
-        models.probe(model, archer.masked_states)
+        models.probe(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3", "gemma2", "gptj"])
@@ -272,7 +272,7 @@ def test_what_is_visible_is_the_same_mask_to_the_bit(kind, monkeypatch):
         return {key: as_number(m) for key, m in mask.items()} if isinstance(mask, dict) else as_number(mask)
 
     def states_and_gradient(dtype):
-        states = archer.masked_states(model.base_model, *inputs, dtype)
+        states = models.masked_states(model.base_model, *inputs, dtype)
         return states, torch.autograd.grad(states.square().sum(), model.get_input_embeddings().weight)[0]
 
     for dtype in ("float32", "bfloat16"):
