@@ -323,6 +323,8 @@ class Critic(nn.Module):
 
     def __init__(self, body, value, dtype):
         super().__init__()
+        if models.is_encoder(body):
+            raise ValueError("--critic-model: an encoder sees what follows; take a decoder")
         self.body = body
         self.tokenizer = body.tokenizer
         self.dtype = dtype

@@ -146,7 +146,10 @@ def load_critic(source: str, actor, args):
             checkpoint_activations(body)
         return body
     if has_adapters(actor):
-        raise ValueError("--lora: a critic learns whole, and so needs a smaller model of its own: --critic")
+        flag = "--critic-model" if hasattr(args, "critic_model") else "--critic"
+        raise ValueError(
+            f"--lora: a critic learns whole, so it needs a smaller model of its own: give {flag}"
+        )
     body = deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer
     return body
@@ -437,7 +440,8 @@ class Answer:
 def logits_of(model, hidden):
     """Logits of hidden states [..., H] by all that a model does behind its body: head, scale, cap.
 
-    It is the model's own forward pass, with a body that answers with these states, in the model's own dtype.
+    It is the model's own forward pass, with a body that answers with these states. What a model in bfloat16
+    gives comes as float32: log-probs in bfloat16 would be too coarse.
     """
     import torch
 
@@ -451,6 +455,8 @@ def logits_of(model, hidden):
         logits = model(input_ids=ids_1N, use_cache=False).logits
     finally:
         model._modules[name] = body
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
 
@@ -612,7 +618,14 @@ def probe_ids(model):
 
 @contextmanager
 def narrowed(model) -> Iterator[None]:
-    """In this context sliding windows are at most WINDOW tokens wide, so that probes look over their edge."""
+    """In this context sliding windows are at most WINDOW tokens wide, so that probes look over their edge.
+
+    And float32 is float32: on a GPU it may be TF32 otherwise, whose rounding would hide what a model does.
+    """
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    had_tf32, matmul.allow_tf32 = matmul.allow_tf32, False
     found = [module.config for module in model.modules() if hasattr(module, "config")]
     configs = {id(config): config for config in (*found, model.config.get_text_config())}
     wide = {key: getattr(config, "sliding_window", None) for key, config in configs.items()}
@@ -622,6 +635,7 @@ def narrowed(model) -> Iterator[None]:
                 configs[key].sliding_window = min(window, WINDOW)
         yield
     finally:
+        matmul.allow_tf32 = had_tf32
         for key, window in wide.items():
             if window:
                 configs[key].sliding_window = window

@@ -164,6 +164,8 @@ class Run:
         transformers.logging.disable_progress_bar()
         torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
+        # With bfloat16 what a GPU still multiplies in float32, as heads do, need not be exact.
+        torch.backends.cuda.matmul.allow_tf32 = getattr(args, "dtype", "") == "bfloat16"
         self.rng = numpy.random.default_rng(args.seed)
         self.args, self.script, self.samples_file = args, script, samples_file
         self.iteration = 0

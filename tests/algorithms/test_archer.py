@@ -14,6 +14,7 @@ import math
 import re
 import shutil
 import signal
+import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -1837,6 +1838,96 @@ def test_resumed_with_another_learning_rate(tmp_path, folders, name):
     go(tmp_path, folders, resume=run, iterations=3, **{f"{name}_lr": 1e-9})
     after = state_of(run)["modules"][name]
     assert max((before_it[key] - after[key]).abs().max() for key in before_it) < 1e-6
+
+
+# ------------------------------------------------------------------------- adapters, less activations
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_gradient_checkpointing_changes_no_number(actor, kind, folders, monkeypatch):
+    """Gradients and samples to the bit; passes with gradients keep less, passes without have their cache."""
+    played, sizes = with_rewards(play("toy", actor, n=4)[0]), []
+    critic, baseline = critic_of(actor, kind, folders=folders), archer.mlp(32, 32, 0.3)
+    target, ref_model = copy.deepcopy(critic), copy.deepcopy(actor)
+
+    def results():
+        kept = []
+        options = (still(actor, baseline), played, small(baseline=True), np.random.default_rng(9))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            figures = archer.critic_update(critic, target, still(critic), played, small())
+            figures |= archer.actor_update(actor, ref_model, critic, baseline, *options)
+        sizes.append(sum(kept))
+        return figures, torch.cat([gradient(critic), gradient(actor), gradient(baseline)])
+
+    expected, whole = results()
+    for model in (actor, critic.body):
+        models.checkpoint_activations(model)
+    for _ in range(2):  # what the first has changed of a model changes nothing in the second
+        figures, again = results()
+        assert figures == expected and torch.equal(again, whole)
+    calls = heard(monkeypatch)
+    assert max(sizes[1:]) < 0.7 * sizes[0]
+    play("toy", actor, n=2)
+    assert calls[-1]["memory"].cache.get_seq_length() > 0
+
+
+LORA = {"lora": True, "lora_rank": 4, "critic": "BERT", "micro_batch": 2, "gradient_checkpointing": True}
+
+
+@pytest.mark.external
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_all_that_learns_of_the_actor(tmp_path, folders, dtype):
+    """The rest is frozen in --dtype. The KL is that from the model of the start, to which a resumed run
+    comes back, too; what is saved is the actor, whole and as an adapter."""
+    pytest.importorskip("peft", reason="needs the package peft")
+    changes = {key: folders.get(value, value) for key, value in LORA.items()}
+    changes |= {"dtype": dtype, "anneal_lr": False, "actor_lr": 5e-2, "eval_every": 1, "warmup": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        seen, update = [], archer.actor_update
+        patch.setattr(archer, "actor_update", lambda *given: seen.append(given[:2]) or update(*given))
+        whole, _ = go(tmp_path / "whole", folders, iterations=4, **changes)
+        half, _ = go(tmp_path / "half", folders, iterations=2, **changes)
+        go(tmp_path / "half", folders, iterations=4, resume=half, **changes)
+    the_same_run(half, whole)
+    kls = [row["actor/kl"] for row in lines_of(whole)[2:]]
+    assert abs(kls[0]) < 1e-6 and min(kls[1:]) > 1e-3
+
+    start = AutoModelForCausalLM.from_pretrained(folders["LLAMA"])
+    (actor, ref_model), *_ = seen
+    assert ref_model is actor
+    for name, p in actor.named_parameters():
+        assert p.dtype == (torch.float32 if "lora" in name else getattr(torch, dtype))
+        assert p.requires_grad == ("lora" in name)
+    ids = torch.tensor([[5, 6, 7]])
+    learned, first = actor(ids).logits.float(), start(ids).logits
+    near = 0.1 * (learned - first).norm() if dtype == "bfloat16" else 1e-4
+    with models.without_adapters(actor):
+        assert (actor(ids).logits - first).norm() < near
+    saved = [models.load(AutoModelForCausalLM, str(whole / name), small()) for name in SAVED]
+    for model in saved:
+        assert (model(ids).logits - learned).norm() < near
+        assert model.dtype == torch.float32
+    assert not (whole / "actor/adapter_config.json").exists()
+    modules, rank = state_of(whole)["modules"], 4
+    assert {min(p.shape) for p in modules["actor"].values()} == {rank}, "adapters, not the whole model"
+    again, _ = go(tmp_path / "again", folders, actor=whole / "actor", iterations=0)
+    assert lines_of(again)[0].keys() == lines_of(whole)[0].keys()
+
+
+SAVED = ("actor", "actor_adapter")
+
+
+@pytest.mark.external
+def test_adapters_ask_for_a_critic(tmp_path, folders):
+    pytest.importorskip("peft", reason="needs the package peft")
+    with pytest.raises(ValueError, match=r"^--lora: .* give --critic$"):
+        go(tmp_path / "runs", folders, lora=True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_lora_without_its_package_is_a_sentence(tmp_path, folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="pip install peft"):
+        go(tmp_path / "runs", folders, lora=True, critic=folders["BERT"])
+    assert not (tmp_path / "runs").exists()
 
 
 # ----------------------------------------------------------------------------------------- bad input
