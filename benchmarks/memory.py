@@ -12,6 +12,7 @@ are no updates while dialogues are played. Temporary results and what torch itse
 
 import contextlib
 import copy
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,14 +189,17 @@ def critic_keeps(config, setup: Setup, checkpointing: bool) -> int:
     return kept_by(lambda: critic([dialogue]), critic)
 
 
-def activations(keeps, config, setup: Setup, checkpointing=False) -> int:
-    """Bytes of a dialogue with all layers; if these compute again, with all of one layer at a time."""
-    one, two = (keeps(with_layers(config, n), setup, checkpointing) for n in (1, 2))
-    total = one + (config.num_hidden_layers - 1) * (two - one)
-    if checkpointing:
-        whole_one, whole_two = (keeps(with_layers(config, n), setup, False) for n in (1, 2))
-        total += whole_two - whole_one
-    return total
+def activations(keeps, config, setup: Setup) -> tuple[int, int]:
+    """Bytes that a dialogue keeps with all layers; and if these compute again, with all of one at a time."""
+    sizes = []
+    for checkpointing in (False, True):
+        for number in (1, 2):
+            sizes.append(keeps(with_layers(config, number), setup, checkpointing))
+            gc.collect()  # models are in cycles, and large
+    one, two, smaller_one, smaller_two = sizes
+    others = config.num_hidden_layers - 1
+    layer = two - one
+    return one + others * layer, smaller_one + others * (smaller_two - smaller_one) + layer
 
 
 def keys_and_values(setup: Setup, dialogues: int, tokens: int) -> int:
@@ -210,9 +214,10 @@ def memory(setup: Setup) -> dict[str, float]:
     """GB by what takes them: what stays, what a dialogue adds, and sums for some --micro-batch."""
     stays = static(setup)
     found = stays | {"**all that stays**": sum(stays.values())}
-    for checkpointing, how in ((False, ""), (True, " with `--gradient-checkpointing`")):
-        actor = activations(actor_keeps, setup.actor, setup, checkpointing)
-        critic = activations(critic_keeps, setup.body, setup, checkpointing)
+    of_actor = activations(actor_keeps, setup.actor, setup)
+    of_critic = activations(critic_keeps, setup.body, setup)
+    hows = ("", " with `--gradient-checkpointing`")
+    for how, actor, critic in zip(hows, of_actor, of_critic, strict=True):
         found |= {f"a dialogue in the actor's update{how}": actor}
         found |= {f"a dialogue in the critic's update{how}": critic}
         for size in (16, 4, 1):

@@ -1,6 +1,6 @@
 """What the scripts share of language models: loading, tokens, masks, logits, random numbers, and a probe.
 
-docs/models.md says which models there are, and what the probe holds them to.
+docs/models.md says which models there are, and what the probe holds them to; docs/scaling.md, how large.
 """
 
 import re
