@@ -142,6 +142,7 @@ def kept_by(step, *modules) -> int:
     kept = {}
 
     def keep(tensor):
+        tensor = tensor.detach()  # or the graph would hold itself for good
         kept[tensor.untyped_storage().data_ptr()] = tensor  # held, or its place would be used again
         return tensor
 

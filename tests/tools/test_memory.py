@@ -104,9 +104,10 @@ def test_the_page_has_what_stays():
     page = PAGE.read_text(encoding="utf-8")
     names = re.search(r"^\| GB \| (.+) \|$", page, re.M)[1].split(" | ")
     assert names == list(memory.SETUPS)
-    for part in memory.static(memory.SETUPS[names[0]]):
-        expected = [f"{memory.static(setup)[part] / GB:.2f}" for setup in memory.SETUPS.values()]
-        assert f"| {part} | {' | '.join(expected)} |" in page
+    columns = [memory.static(setup) for setup in memory.SETUPS.values()]
+    for part in columns[0]:
+        expected = " | ".join(f"{column[part] / GB:.2f}" for column in columns)
+        assert f"| {part} | {expected} |" in page
 
 
 def test_the_models_that_are_made_are_taken(tmp_path, monkeypatch):
