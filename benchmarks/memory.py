@@ -131,7 +131,8 @@ def dialogue_of(tokenizer) -> dict:
 def make_tokenizers() -> tuple:
     """Of the ready-made checkpoint; for an encoder with the end token in the place of [CLS]."""
     source = models.checkpoint_of(envs.make(WORLD))
-    decoder, encoder = (transformers.AutoTokenizer.from_pretrained(source) for _ in range(2))
+    decoder = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    encoder = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     end = (encoder.eos_token, encoder.eos_token_id)
     encoder.backend_tokenizer.post_processor = TemplateProcessing(f"{end[0]} $A", special_tokens=[end])
     return decoder, encoder
