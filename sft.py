@@ -20,7 +20,8 @@ Differs from the paper; in brackets the switch (docs/sft.md has the reasons):
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -58,6 +59,10 @@ class Args:
     vocabulary: int = 4000  # of its tokens, at most: words, numbers, pieces of words, bytes
     phrases: int = 0  # beyond these, whole lines of one token each, the most frequent ones
     context: int = 2048  # tokens of a dialogue, at most
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
+    lora: bool = False  # train low-rank adapters only (needs the package peft)
+    lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
 
     # --- data
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
@@ -358,6 +363,34 @@ def make_tiny(dialogues: list[dict], args: Args):
     return model.to(args.device).eval()
 
 
+def make_model(args: Args, source: str):
+    """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
+    on_cpu = replace(args, device="cpu")
+    model = models.load(transformers.AutoModelForCausalLM, source, on_cpu)
+    dtype = getattr(torch, args.dtype)
+    for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
+        p.data = p.data.to(args.device, dtype, copy=True)
+    model.to(args.device)
+    if args.lora:
+        models.add_adapters(model, args.lora_rank)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+@contextmanager
+def recomputing(model):
+    """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
+
+    Layers do so in training mode only. They then have no cache, so rollouts need them in eval mode again.
+    The modules inside of a layer stay in eval mode: there is no dropout.
+    """
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+    yield
+    model.eval()
+
+
 def set_generation(model, max_action_tokens: int) -> None:
     """Has `generate` write a turn: samples of the model's own distribution, up to the end of the turn."""
     tokenizer = model.tokenizer
@@ -391,7 +424,7 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_MH = hidden_BTH[:, :-1][is_learned_BT]
-    logits_MV = models.logits_of(model, hidden_MH)  # [B, T, V] would be large
+    logits_MV = models.logits_of(model, hidden_MH).float()  # [B, T, V] would be large
     target_M = next_ids_BT[is_learned_BT]
     nll_M = nn.functional.cross_entropy(logits_MV, target_M, reduction="none")
     return -nll_M, next_kind_BT[is_learned_BT]
@@ -418,7 +451,8 @@ def make_optimizers(model, kind: str, lr: float) -> list:
     """AdamW, or D6: AdamW, and Muon for the matrices between embedding and output."""
     matrices = []
     rest = []
-    for name, parameter in model.named_parameters():
+    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    for name, parameter in trained:
         is_inside = name.startswith(model.base_model_prefix) and "embed" not in name
         is_matrix = is_inside and parameter.ndim == 2
         if kind == "muon" and is_matrix:
@@ -505,7 +539,7 @@ def main(args: Args) -> dict[str, float]:
         dialogues = read(world, args, 0)
         model = make_tiny(dialogues, args)
     else:  # loaded first, as that may fail, and dialogues may take minutes to make
-        model = models.load(transformers.AutoModelForCausalLM, args.model, args)
+        model = make_model(args, args.model)
         args.context = min(args.context, model.context)
         dialogues = read(world, args, 0)
     tokenizer = model.tokenizer
