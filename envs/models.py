@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import date
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -53,7 +54,7 @@ def load(auto, source: str, args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
             raise ValueError(f"no weights for {missing[0]}")  # else they would be drawn at random
-        is_adapter = bool(getattr(model, "peft_config", None))
+        is_adapter = has_adapters(model)
         if is_adapter:
             merge_adapter(model)
         if not any(p.requires_grad for p in model.parameters()):
@@ -108,6 +109,11 @@ def merge_adapter(model) -> None:
     model.requires_grad_(True)
 
 
+def has_adapters(model) -> bool:
+    """Whether low-rank adapters are all that learns of a model."""
+    return bool(getattr(model, "peft_config", None))
+
+
 def add_adapters(model, rank: int) -> None:
     """Low-rank adapters, which are all that is trained from now on: on all linear layers but the head."""
     try:
@@ -118,6 +124,59 @@ def add_adapters(model, rank: int) -> None:
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+
+
+def prepare(model, args) -> None:
+    """Makes a model what --dtype, --lora, --gradient-checkpointing and --device say, to be trained."""
+    import torch
+
+    dtype = getattr(torch, args.dtype)
+    for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
+        p.data = p.data.to(args.device, dtype, copy=True)
+    model.to(args.device)
+    if args.lora:
+        add_adapters(model, args.lora_rank)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
+
+
+def learned(model):
+    """What a checkpoint has to have of a model: of one with adapters these alone."""
+    from torch.nn import ParameterList
+
+    if not has_adapters(model):
+        return model
+    return ParameterList(p for p in model.parameters() if p.requires_grad)
+
+
+def to_save(name: str, model) -> dict:
+    """The models to be saved for one, by name: of one with adapters these, and a merged copy in float32.
+
+    The copy is made on the CPU, as there may be no room for two on the device.
+    """
+    if not has_adapters(model):
+        return {name: model}
+    device = model.device
+    merged = deepcopy(model.cpu()).float()
+    model.to(device)
+    merge_adapter(merged)
+    return {name: merged, f"{name}_adapter": model}
+
+
+def checkpoint_activations(model) -> None:
+    """A pass with gradients keeps little of what layers compute: the backward pass computes it again.
+
+    Layers do so in training mode only, in which they have no cache. So they are in it where gradients are
+    asked for. The modules inside of a layer stay in eval mode: there is no dropout.
+    """
+    import torch
+
+    def set_mode(body, inputs):
+        for module in body.modules():
+            module.training = torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
+
+    model.activation_checkpointing_enable()
+    model.base_model.register_forward_pre_hook(set_mode)
 
 
 def why_not_loaded(source: str, error: Exception, args=None) -> str:
@@ -217,6 +276,13 @@ def encode_reply(tokenizer, text: str) -> list[int]:
     """Token ids from behind the end of a turn up to the next one. The list is shared: do not change it."""
     pieces = chat_pieces(tokenizer)
     return encode_between(tokenizer, pieces.to_prompt, text, pieces.to_reply)
+
+
+def words_of(tokenizer) -> list[int]:
+    """Ids of the tokens that begin with the mark of a word, SentencePiece's or GPT-2's."""
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    is_word = re.compile(r"[\u2581\u0120]\w+").fullmatch
+    return [i for i, name in enumerate(names) if is_word(name)]
 
 
 def encode_between(tokenizer, before: str, text: str, after: str) -> list[int]:
