@@ -116,7 +116,6 @@ def load_actor(source: str, args):
 
     With --lora its own weights are frozen in --dtype, and low-rank adapters learn in float32.
     """
-    import torch
     import transformers
 
     auto = transformers.AutoModelForCausalLM

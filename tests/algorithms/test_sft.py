@@ -1016,7 +1016,7 @@ def test_with_lora_only_adapters_learn(tmp_path, trained):
     before = AutoModelForCausalLM.from_pretrained(start)
     ids = torch.tensor([[300, 301, 302, 303]])
     own = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora" not in name}
-    assert same({name: p for name, p in before.named_parameters()}, own)
+    assert same(dict(before.named_parameters()), own)
     adapters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     assert adapters and all("lora" in name and min(p.shape) == 4 for name, p in adapters)
     after = model(ids).logits
