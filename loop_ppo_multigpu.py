@@ -29,16 +29,19 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
   D7  The paper's prompt for AppWorld has a worked example; this one has none: contexts are shorter.
 """
 
+import json
 import os
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from statistics import fmean
+from threading import Lock
 from typing import Literal
+from urllib import error, request
 
 import torch
 import transformers
@@ -71,6 +74,9 @@ class Args:
     lora: bool = False  # train low-rank adapters only (needs the package peft)
     lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
     gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
+    engine: str = (
+        ""  # http://HOST:PORT of a `vllm serve` that writes the turns; with --lora (docs/multigpu.md)
+    )
 
     # --- data
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
@@ -308,6 +314,58 @@ class Pass(transformers.Cache):
         return seen.transpose(2, 3).unbind()
 
 
+class Engine:
+    """A server of vLLM with the model as it was, which is handed the adapters as often as they change."""
+
+    def __init__(self, args):
+        self.url = args.engine
+        self.name = ""  # of the adapters that it has
+        if self.url and not args.lora:
+            raise ValueError("--engine: it is handed adapters, not whole models: give --lora, too")
+
+    def post(self, path, **body):
+        """Its answer; ValueError if it has none, or refuses."""
+        header = {"Content-Type": "application/json"}
+        question = request.Request(self.url + path, json.dumps(body).encode(), header)
+        try:
+            with request.urlopen(question) as answer:
+                return answer.read()
+        except OSError as problem:
+            why = problem.read().decode() if isinstance(problem, error.HTTPError) else ""
+            raise ValueError(f"--engine {self.url}{path}: {problem} {why}") from problem
+
+    def take(self, model, run):
+        """Hands it the adapters in a folder of the run, under a new name.
+
+        By an old one it would go on from keys and values that old adapters made of a prompt.
+        """
+        name = f"turnrl-{time.time_ns()}"
+        if self.url and runs.rank() == 0:
+            folder = run.folder.resolve() / "engine"
+            model.save_pretrained(folder)
+            if self.name:
+                self.post("/v1/unload_lora_adapter", lora_name=self.name)
+            self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+        self.name = gathered([name])[0]  # the first one's; nobody asks before it is there
+
+    def write(self, t, end, args, greedy):
+        """The tokens of a turn up to `end`, each with its log-prob."""
+        answer = self.post(
+            "/v1/completions",
+            model=self.name,
+            prompt=t.ids,
+            max_tokens=args.max_action_tokens,
+            temperature=args.temperature * (not greedy),
+            seed=int(t.u_T[len(t.logps)] * 2**31),
+            ignore_eos=True,  # its own, which need not be what ends a turn here
+            stop_token_ids=[end],
+            logprobs=0,
+            return_token_ids=True,
+        )
+        choice = json.loads(answer)["choices"][0]
+        return zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+
+
 # ---------------------------------------------------------- 5. rollouts
 def join_others(args: Args) -> None:
     """Meets the other processes that torchrun has started; on GPUs each takes the one of its number."""
@@ -430,8 +488,9 @@ def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=Fal
         t = Trajectory(task, seed, worlds[i % n], u_T=u_NT[i])
         if i * runs.processes() // len(tasks) == runs.rank():  # neighbours, as their prompt is one
             played.append(t)
+    play = play_by_engine if args.engine else play_together
     for i in range(0, len(played), n):
-        play_together(model, played[i : i + n], args, greedy, may_drop)
+        play(model, played[i : i + n], args, greedy, may_drop)
     for t in played:  # the others have no use for these, and some cannot be sent
         t.world = t.pending = None
         t.u_T = ()
@@ -491,6 +550,30 @@ def play_together(model, played, args, greedy, may_drop) -> None:
     for t in played:
         if t.fate == "playing":
             t.fate = "dropped"
+
+
+def play_by_engine(model, played, args, greedy, may_drop) -> None:
+    """The same with turns that the engine writes: each rollout has a thread, which waits for it."""
+    tokenizer = model.tokenizer
+    lock = Lock()  # a tokenizer serves one thread at a time
+
+    def play(t):
+        while t.fate == "playing":
+            written = model.engine.write(t, tokenizer.eos_token_id, args, greedy)
+            with lock:
+                for token, logp in written:
+                    action = write(t, token, logp, tokenizer, args.max_action_tokens)
+            t.pending = pool.submit(t.world.step, action)
+            wait([t.pending])
+            with lock:
+                listen(t, tokenizer, args)
+                is_left = may_drop and t.fate == "playing"
+                if is_left and has_enough(played, args.finish_all, args.finish_each):
+                    t.fate = "dropped"
+
+    with ThreadPoolExecutor(args.world_threads) as pool, ThreadPoolExecutor(len(played)) as players:
+        start(played, pool, tokenizer, args)
+        list(players.map(play, played))  # raises what went wrong in a thread
 
 
 def probe_memory(model) -> None:
@@ -624,7 +707,7 @@ def read_ref(model, ref_model, trajectories, args) -> None:
         model.enable_adapters()
 
 
-def exchange(trajectories, name: str) -> None:
+def exchange(trajectories, name):
     """Log-probs that one process has set under this name become known to all."""
     own = []
     for i, t in enumerate(trajectories):
@@ -635,7 +718,7 @@ def exchange(trajectories, name: str) -> None:
         setattr(trajectories[i], name, torch.tensor(logps))
 
 
-def sum_gradients(optimizer) -> None:
+def sum_gradients(optimizer):
     """Adds to the gradients of what is trained those of the other processes."""
     parameters = optimizer.param_groups[0]["params"]
     own = [i for i, p in enumerate(parameters) if p.grad is not None]
@@ -824,11 +907,13 @@ def main(args: Args) -> dict:
     device = None if args.device == "cpu" else args.device  # the CPU is it anyhow; saying so slows all down
     torch.set_default_device(device)
     probe_memory(model)
+    model.engine = Engine(args)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's
 
     # --- a new run, or one that goes on
     run.start({"parameters": parameters, "optimizer": optimizer}, episodes=0)
+    model.engine.take(model, run)
     shown = "return|success$|no_op|filtered"
     if not args.resume:
         run.log(evaluate(model, args, "dev", "eval/{}"), shown)
@@ -854,6 +939,7 @@ def main(args: Args) -> dict:
         judged = set_advantages(played, K, args.normalise)
         metrics = behaviour(played, world)
         metrics |= update(model, optimizer, judged, args, run.rng, ref_model)
+        model.engine.take(model, run)
 
         # 3. the books
         run.state["episodes"] += len(played)
