@@ -3,9 +3,8 @@
     torchrun --standalone --nproc_per_node 2 loop_ppo_multigpu.py --env apps
     torchrun --standalone --nproc_per_node 3 loop_ppo_multigpu.py --resume runs/...
 
-Each process plays some rollouts and passes some through its model. All have the same random numbers, hear of
-all rollouts and add up their gradients: each takes the steps that loop_ppo.py takes. docs/multigpu.md shows
-what differs from it, and why.
+Each process plays some rollouts and passes some through its model; all add up their gradients, and so take
+the steps that loop_ppo.py takes. docs/multigpu.md shows what differs from it, and why.
 
 K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the
 advantage of all tokens that the model wrote in it. There is no value network; only E7 has a reference model.
@@ -64,7 +63,7 @@ class Args:
     name: str = ""  # of the run, for the name of its folder
     resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
     device: str = "cpu"  # or cuda: each process takes the GPU of its number
-    threads: int = 2  # of a process, on the CPU; take one beside other work, or to resume bit for bit
+    threads: int = 2  # on the CPU; take one beside other work, or to resume bit for bit
     world_threads: int = 2  # worlds that step at the same time, while the model writes for the others
     save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
 
@@ -367,7 +366,7 @@ class Engine:
 
 
 # ---------------------------------------------------------- 5. rollouts
-def join_others(args: Args) -> None:
+def join_others(args):
     """Meets the other processes that torchrun has started; on GPUs each takes the one of its number."""
     if runs.processes() == 1:
         return
@@ -377,16 +376,16 @@ def join_others(args: Args) -> None:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         runs.check_device(args.device)
         torch.cuda.set_device(args.device)
-    timeout = timedelta(days=1)  # some may wait long for the rollouts of others; of a dead one torchrun knows
-    distributed.init_process_group(backend, timeout=timeout)
+    distributed.init_process_group(backend, timeout=timedelta(days=1))  # worlds may take long
 
 
-def gathered(own: list) -> list:
-    """The lists of all processes put together, in the order of their numbers."""
-    lists = [own]
-    if runs.processes() > 1:
-        lists = [None] * runs.processes()
-        distributed.all_gather_object(lists, own)
+def gathered(own):
+    """The lists of all processes put together, in the order of their numbers; tensors on the CPU."""
+    own = [item.cpu() if torch.is_tensor(item) else item for item in own]
+    if runs.processes() == 1:
+        return own
+    lists = [None] * runs.processes()
+    distributed.all_gather_object(lists, own)
     return [item for each in lists for item in each]
 
 
@@ -559,6 +558,9 @@ def play_by_engine(model, played, args, greedy, may_drop) -> None:
 
     def play(t):
         while t.fate == "playing":
+            if may_drop and has_enough(played, args.finish_all, args.finish_each):
+                t.fate = "dropped"
+                break
             written = model.engine.write(t, tokenizer.eos_token_id, args, greedy)
             with lock:
                 for token, logp in written:
@@ -567,9 +569,6 @@ def play_by_engine(model, played, args, greedy, may_drop) -> None:
             wait([t.pending])
             with lock:
                 listen(t, tokenizer, args)
-                is_left = may_drop and t.fate == "playing"
-                if is_left and has_enough(played, args.finish_all, args.finish_each):
-                    t.fate = "dropped"
 
     with ThreadPoolExecutor(args.world_threads) as pool, ThreadPoolExecutor(len(played)) as players:
         start(played, pool, tokenizer, args)
