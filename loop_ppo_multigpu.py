@@ -73,9 +73,7 @@ class Args:
     lora: bool = False  # train low-rank adapters only (needs the package peft)
     lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
     gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
-    engine: str = (
-        ""  # http://HOST:PORT of a `vllm serve` that writes the turns; with --lora (docs/multigpu.md)
-    )
+    engine: str = ""  # http://HOST:PORT of a `vllm serve` that writes the turns; it needs --lora
 
     # --- data
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
