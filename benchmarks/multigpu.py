@@ -32,11 +32,11 @@ LIMIT = 600  # seconds that a run may take
 WORLD = {"env": "twenty-questions-subset", "threads": 1, "eval_every": 0, "anneal_lr": False, "iterations": 2}
 SMALL = {
     "archer": {
-        "rollouts": 5, "max_action_tokens": 6, "eval_episodes": 3, "warmup": 0, "micro_batch": 2,
+        "rollouts": 5, "max_action_tokens": 2, "eval_episodes": 3, "warmup": 0, "micro_batch": 2,
         "critic_updates": 2, "critic_batch": 3, "critic_pool": 5, "actor_updates": 1, "actor_batch": 3,
     },
     "loop_ppo": {
-        "tasks": 3, "rollouts": 3, "worlds": 9, "max_action_tokens": 6, "eval_episodes": 3, "micro_batch": 2,
+        "tasks": 3, "rollouts": 3, "worlds": 9, "max_action_tokens": 2, "eval_episodes": 3, "micro_batch": 2,
         "minibatch": 4, "min_advantage": 0.0, "finish_all": 1.0,
     },
 }  # fmt: skip
