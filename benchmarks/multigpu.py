@@ -282,7 +282,7 @@ def page_of(script: str) -> str:
         if own:
             places = ", ".join(dict.fromkeys(place for place, _ in own))
             diff = "\n".join(text for _, text in own)
-            parts.append(f"{row['reason'].strip()} In {places}:\n\n```diff\n{diff}\n```")
+            parts.append(f"{row['reason'].strip()}\n\nIn {places}:\n\n```diff\n{diff}\n```")
     return "\n\n".join(parts)
 
 

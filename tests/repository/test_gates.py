@@ -729,6 +729,7 @@ HOW_TO_RUN = [
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python -m pytest", "--collect-only -q tests/worlds/test_apps.py", ""),
     ("python ", "", ""),  # a script is made small by TINY
+    ("torchrun ", "", ""),
     ("tensorboard", "--inspect", ""),
     ("mkdir", "", ""),
     ("cp", "", ""),
@@ -743,7 +744,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
 if not importlib.util.find_spec("textarena"):
     NOT_HERE["textarena"] = "the package textarena"
 # What installs needs the network, and the test of that is .ci/run. train-scienceworld.py is the authors'.
-PROGRAMS = re.compile(r"python (?!-c|train-scienceworld)|bash |tensorboard |mkdir |cp ")
+PROGRAMS = re.compile(r"python (?!-c|train-scienceworld)|torchrun |bash |tensorboard |mkdir |cp ")
 
 
 def commands_of(page: Path) -> list[str]:
@@ -817,6 +818,8 @@ def run_small(command: str, clone: Path, tiny_run) -> None:
     script = ROOT / words[1]
     if words[1] == "-m":
         script = ROOT / f"{words[2].replace('.', '/')}.py"
+    if words[0] == "torchrun":
+        script = ROOT / next(word for word in words if word.endswith(".py"))
     is_small = script in SCRIPTS and not {"--help", "--resume"} & set(words)
     words += tiny(script) if is_small else shlex.split(extra)
     if "--resume" in words and script.name != "archer.py":
