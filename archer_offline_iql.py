@@ -644,9 +644,10 @@ def main(args: Args) -> dict[str, float]:
     rng = run.rng
     world = envs.make(args.env, **envs.options(args.world))
 
-    # --- the data
+    # --- the models that it starts from, and the data
     source = args.actor or models.checkpoint_of(world)
     actor = models.load_actor(source, args)
+    body = models.load_critic(args.critic_model, actor, args)  # D2
     data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))
@@ -655,10 +656,9 @@ def main(args: Args) -> dict[str, float]:
     num_kept = max(1, int(args.keep * len(data)))
     imitated = data[:num_kept]
 
-    # --- models and optimisers, as they start
+    # --- critic and optimisers, as they start
     returns = [mc_returns(dialogue["rewards"], args.gamma) for dialogue in data]
     value = float(np.concatenate(returns).mean())  # D4
-    body = models.load_critic(args.critic_model, actor, args)  # D2
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor_optimizer = torch.optim.AdamW(

@@ -419,15 +419,10 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
 
-    error_N = v_N2.detach().mean(-1) - return_N
-    variance = return_N.var(correction=0)
-    variance[variance < 1e-8] = torch.nan  # all returns are equal: there is nothing to explain
-    explained = 1 - error_N.var(correction=0) / variance
-    return {
+    metrics = runs.value_errors(v_N2.detach().mean(-1), return_N)
+    return metrics | {
         "critic/q_loss": q_loss.item(),
         "critic/v_loss": v_loss.item(),
-        "critic/bias": error_N.mean().item(),
-        "critic/explained_variance": explained.item(),
         "critic/grad_norm": norm,
     }
 

@@ -1,10 +1,11 @@
 """What the scripts share of language models: loading, tokens, masks, logits, random numbers, and a probe.
 
-docs/models.md says which models there are, and what the probe holds them to.
+docs/models.md says which models there are, and what the probe holds them to; docs/scaling.md, how large.
 """
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -166,7 +167,9 @@ def add_adapters(model, rank: int) -> None:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
         raise ValueError("--lora needs the package peft: pip install peft") from error
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of GPT-2: that it has seen how its weights lie
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish

@@ -21,6 +21,8 @@ from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -294,6 +296,77 @@ def test_the_order_of_an_update(actor, data):
         v, q = value_alone(critic, d, k, action)
         A.append(q.min().item() - v.min().item())
     assert metrics["actor/advantage_mean"] == pytest.approx(np.mean(A), abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("loss", ["awr", "reinforce"])
+def test_an_update_is_the_same_in_micro_batches(actor, data, loss, size):
+    """In float64, where sums differ by rounding alone: gradients and figures, those of the whole batch, too,
+    and what the actor samples."""
+    actor, critic, target = (
+        model.double() for model in (actor, make_critic(actor, 1), make_critic(actor, 2))
+    )
+
+    def results(micro_batch):
+        options = {"actor_loss": loss, "bc_weight": 0.5, "max_weight": 1.5, "critic": "sarsa", "polyak": 0.0}
+        args = small(micro_batch=micro_batch, max_grad_norm=1e9, **options)
+        figures = offline.critic_update(critic, target, still(critic), data, args)
+        of_critic = gradient(critic)
+        figures |= offline.actor_update(actor, critic, still(actor), data, args, np.random.default_rng(0))
+        return figures, torch.cat([of_critic, gradient(actor)])
+
+    expected, whole = results(len(data))
+    figures, parts = results(size)
+    assert figures == pytest.approx(expected, rel=1e-9) and len(data) == 4
+    assert (parts - whole).norm() < 1e-12 * whole.norm() and whole.norm() > 0
+    assert loss == "reinforce" or 0 < figures["actor/clamped"] < 1, "weights differ, and some are clamped"
+
+
+def test_no_more_than_a_micro_batch_is_read_at_a_time(actor, data, monkeypatch):
+    """Where gradients are, where there are none, and where the actor samples."""
+    critic, rows, hidden_states = make_critic(actor, 1), [], models.hidden_states
+
+    def listen(body, dtype, **inputs):
+        rows.append(len(inputs["input_ids"]))
+        return hidden_states(body, dtype, **inputs)
+
+    monkeypatch.setattr(models, "hidden_states", listen)
+    args = small(micro_batch=2, actor_loss="reinforce")
+    offline.critic_update(critic, copy.deepcopy(critic), still(critic), data, args)
+    offline.actor_update(actor, critic, still(actor), data, args, np.random.default_rng(0))
+    assert len(data) > 2 == max(rows)
+
+
+@pytest.mark.external
+def test_adapters_are_all_that_learns_of_the_actor(tmp_path, monkeypatch, checkpoint):
+    """A resumed run goes on with them; what is saved is the actor, whole and as an adapter."""
+    pytest.importorskip("peft", reason="needs the package peft")
+    options = {"lora": True, "lora_rank": 4, "gradient_checkpointing": True, "micro_batch": 2}
+    with pytest.raises(ValueError, match=r"^--lora: .* give --critic-model$"):
+        go(tmp_path / "none", **options)
+    updates = spy(monkeypatch, "actor_update")
+    options |= {"critic_model": checkpoint, "anneal_lr": False, "actor_lr": 2e-2}
+    whole, _ = go(tmp_path / "whole", iterations=2, eval_every=1, **options)
+    half, _ = go(tmp_path / "half", iterations=1, eval_every=1, **options)
+    offline.main(small(resume=half, runs=tmp_path / "half", iterations=2, eval_every=1, **options))
+    assert timeless(half) == timeless(whole)
+    for name, p in updates[0].actor.named_parameters():
+        assert p.requires_grad == ("lora" in name)
+    ids = torch.tensor([[5, 6, 7]])
+    logits = updates[3].actor(ids).logits
+    assert (logits - AutoModelForCausalLM.from_pretrained(checkpoint)(ids).logits).abs().max() > 0.05
+    for folder in (whole, half):
+        for name in ("actor", "actor_adapter"):
+            saved = models.load(AutoModelForCausalLM, str(folder / name), small())
+            assert torch.allclose(saved(ids).logits, logits, atol=1e-4)
+
+
+def test_an_encoder_is_no_critic(actor, tmp_path):
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    body = BertModel(BertConfig(vocab_size=300, **size))
+    body.tokenizer = actor.tokenizer
+    with pytest.raises(ValueError, match=r"^--critic-model: an encoder "):
+        offline.Critic(body, 0.0, "float32")
 
 
 def test_the_actor_learns_from_the_critic_that_has_just_learned(tmp_path, monkeypatch):

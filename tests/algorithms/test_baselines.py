@@ -111,9 +111,9 @@ def spy(monkeypatch, script, name) -> list[dict]:
     return calls
 
 
-def seen_gradients(monkeypatch, script) -> list[torch.Tensor]:
+def seen_gradients(monkeypatch) -> list[torch.Tensor]:
     """Hidden states as `hidden_states` returns them; they keep their gradients."""
-    kept, read = [], script.hidden_states
+    kept, read = [], models.hidden_states
 
     def keep(*given, **options):
         hidden = read(*given, **options)
@@ -122,16 +122,13 @@ def seen_gradients(monkeypatch, script) -> list[torch.Tensor]:
             kept.append(hidden)
         return hidden
 
-    monkeypatch.setattr(script, "hidden_states", keep)
+    monkeypatch.setattr(models, "hidden_states", keep)
     return kept
 
 
-def in_float64(monkeypatch, script, *models):
-    """Models whose hidden states stay float64."""
-    monkeypatch.setattr(
-        script, "hidden_states", lambda body, dtype, **inputs: body(**inputs).last_hidden_state
-    )
-    for model in models:
+def in_float64(*trained):
+    """Models that compute in float64; their hidden states stay so."""
+    for model in trained:
         model.double()
 
 
@@ -287,7 +284,7 @@ def parts_of_ppo(actor):
 @BOTH
 def test_ppo_ratio_is_exactly_1_before_the_first_step(actor, world, monkeypatch):
     """For every minibatch, whoever is in it: in float64 to 1e-12; nothing is clipped."""
-    in_float64(monkeypatch, ppo, actor)
+    in_float64(actor)
     ref_model, critic, *optimizers = parts_of_ppo(actor)
     args = small(ppo)
     written = iter(range(10**6))
@@ -366,7 +363,7 @@ def test_ppo_what_the_world_says_gets_no_gradient(actor, world, monkeypatch):
     """The hidden states with a gradient are those before the tokens of actions, in actor and critic."""
     judged, _ = ppo.judge(with_rewards(play(ppo, world, [actor])[0]), actor, value_network(actor), small(ppo))
     ref_model, critic, *optimizers = parts_of_ppo(actor)
-    kept = seen_gradients(monkeypatch, ppo)
+    kept = seen_gradients(monkeypatch)
     ppo.update(actor, ref_model, critic, *optimizers, judged, small(ppo))
     rows, spans, _ = ppo.lay_out(judged, actor.tokenizer)
     expected = {(row, column - 1) for row, start, stop in spans for column in range(start, stop)}
@@ -461,7 +458,7 @@ def test_filtered_E2_at_least_one_is_imitated():
 def test_filtered_update_is_E1_of_actions_and_nothing_else(actor, world, monkeypatch):
     """The loss by plain passes over single utterances; what the world says gets no gradient."""
     played, _ = play(filtered_bc, world, [actor])
-    kept = seen_gradients(monkeypatch, filtered_bc)
+    kept = seen_gradients(monkeypatch)
     total, entropy = 0.0, 0.0
     for d, k in states(played):
         context = before(d, k, actor.tokenizer, world == "toy")

@@ -16,7 +16,7 @@ import envs
 import sft
 from baselines import ppo
 from benchmarks import models as table
-from envs import models
+from envs import models, runs
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-4  # nats
@@ -251,6 +251,20 @@ def test_a_row_may_be_longer_than_a_window(kind, monkeypatch):
     monkeypatch.setattr(models, "mask_of", lambda model, visible: torch.where(visible, 0.0, -1e30))
     with pytest.raises(ValueError, match=r"what is scored is .* nats from what it says by itself"):
         models.probe(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_multiplies_exactly_unless_told_bfloat16_and_in_probes_always(dtype, tmp_path):
+    """TF32 has three digits: where all else is bfloat16 that does, but a probe would pass for it."""
+    matmul, model = torch.backends.cuda.matmul, load(table.make_tokenizer(), tmp_path)
+    matmul.allow_tf32 = dtype == "float32"  # as something else may have left it
+    runs.Run(archer.Args(dtype=dtype, runs=str(tmp_path)), "archer")
+    found = [matmul.allow_tf32]
+    with models.narrowed(model):
+        found.append(matmul.allow_tf32)
+    found.append(matmul.allow_tf32)
+    matmul.allow_tf32 = False
+    assert found == [dtype == "bfloat16", False, dtype == "bfloat16"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3", "gemma2", "gptj"])
