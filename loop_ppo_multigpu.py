@@ -79,7 +79,7 @@ class Args:
     max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
     tasks: int = 16  # tasks in an iteration (paper: 40)
     rollouts: int = 6  # K, rollouts of each task (paper: 6)
-    worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations
+    worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations; a multiple of K
     temperature: float = 1.0  # of sampling; log-probs are scored at the same one (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
     context: int = 2048  # tokens after which a rollout is cut, at most the model's (paper: 32,000)
