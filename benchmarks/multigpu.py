@@ -186,39 +186,55 @@ def apart(run: Path, other: Path) -> float:
 
 
 # ---------------------------------------------------------- 2. seconds
-TIMED = {
-    "archer": ["--env", "twenty-questions", "--warmup", "0", "--eval-episodes", "2", "--eval-every", "0"],
-    "loop_ppo": ["--env", "apps", "--world-threads", "1", "--eval-episodes", "2", "--eval-every", "0"],
+TIMED = {  # half of what an iteration has by default
+    "archer": ["--rollouts", "32", "--critic-pool", "64", "--critic-updates", "15", "--actor-updates", "2"],
+    "loop_ppo": ["--tasks", "8", "--world-threads", "1", "--max-difficulty", "1"],
 }
 
 
-def seconds(script: str, processes: int, iterations: int) -> float:
-    """Wall time of the iterations behind the first one, each on the mean."""
+def seconds(script: str, processes: int, iterations: int) -> list[float]:
+    """Of an iteration, the median: wall time, and processor time of the first process.
+
+    The first iteration does not count, nor does the last one, which evaluates.
+    """
     with tempfile.TemporaryDirectory() as folder:
         name = f"{script}_multigpu.py" if processes > 1 else f"{script}.py"
-        options = [*TIMED[script], "--threads", "1", "--iterations", str(1 + iterations), "--runs", folder]
+        options = [
+            *TIMED[script],
+            "--threads",
+            "1",
+            "--eval-every",
+            "0",
+            "--eval-episodes",
+            "2",
+            "--runs",
+            folder,
+        ]
+        options += ["--iterations", str(2 + iterations)] + ["--warmup", "0"] * (script == "archer")
         start([*command_of(ROOT / name, processes), *options])
-        events = next(Path(folder).glob("*/events*"))
-        return mean_step(events)
+        (run,) = Path(folder).iterdir()
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        cpu = [row["time/cpu_seconds"] for row in rows if row["iteration"]]
+        return [median(b - a for a, b in pairwise(times[:-1])) for times in (moments(run), cpu)]
 
 
-def mean_step(events: Path) -> float:
-    """Mean time between the records of one iteration and of the next, but for the last one's evaluation."""
+def moments(run: Path) -> list[float]:
+    """When each iteration was logged."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logged = EventAccumulator(str(events)).Reload().Scalars("rollout/return")
-    times = [event.wall_time for event in logged][:-1]
-    return median(after - before for before, after in pairwise(times))
+    logged = EventAccumulator(str(run)).Reload().Scalars("rollout/return")
+    return [event.wall_time for event in logged]
 
 
 def time_table(repeats: int, iterations: int) -> str:
-    """Seconds of an iteration by one process and by two, in turns: what runs beside them meets both."""
-    lines = ["| script | one process | two | ratio |", "|---|---|---|---|"]
+    """An iteration by one process and by two, in turns: what runs beside them meets both."""
+    lines = ["| script | what | one process | two | ratios |", "|---|---|---|---|---|"]
     for script in SCRIPTS:
         pairs = [[seconds(script, processes, iterations) for processes in (1, 2)] for _ in range(repeats)]
-        one, two = (median(column) for column in zip(*pairs, strict=True))
-        ratios = ", ".join(f"{a / b:.2f}" for a, b in pairs)
-        lines.append(f"| `{script}` | {one:.1f} s | {two:.1f} s | {ratios} |")
+        for i, what in enumerate(("wall time", "processor time of the first process")):
+            one, two = (median(found[i] for found in column) for column in zip(*pairs, strict=True))
+            ratios = ", ".join(f"{a[i] / b[i]:.2f}" for a, b in pairs)
+            lines.append(f"| `{script}` | {what} | {one:.1f} s | {two:.1f} s | {ratios} |")
     return "\n".join(lines)
 
 
