@@ -87,10 +87,12 @@ def is_of(value: object, hint) -> bool:
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-def check(args) -> None:
+def check(args, script: str) -> None:
     """Raises ValueError for what would otherwise fail late, or go wrong in silence."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ValueError("WORLD_SIZE is above 1, but a run is one process: start it without torchrun")
+    if processes() > 1 and not script.endswith("_multigpu"):
+        sibling = Path(__file__).parents[1] / f"{script}_multigpu.py"
+        other = f"give it {sibling.name}" if sibling.exists() else "start it without torchrun"
+        raise ValueError(f"torchrun starts {processes()} processes, but this script is for one: {other}")
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"--{name.replace('_', '-')} nan: it must be a number")
@@ -132,6 +134,16 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}: not here, take {' or '.join(usable)}; {reason}") from error
 
 
+def processes() -> int:
+    """How many processes work on a run: one, or as many as torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def rank() -> int:
+    """The number of this process among them. Number 0 alone writes."""
+    return int(os.environ["RANK"]) if processes() > 1 else 0
+
+
 # ---------------------------------------------------------- 2. the books of a run
 class Run:
     """The books of a run: clock, random numbers, folder, log, checkpoint and summary.
@@ -149,6 +161,9 @@ class Run:
     `args` need the fields seed, threads, device, runs, name, env and resume. `state` has what a script wants
     back when it resumes, beside its modules: numbers, which are in the summary, too, text, and lists and
     dicts of these.
+
+    Of several processes the first one writes; the others print nothing, either. They all have to stop after
+    the same iteration, so there a signal only sets `asked`: the script sets `stopped`.
     """
 
     def __init__(self, args, script: str, samples_file: str = "rollouts.jsonl"):
@@ -159,8 +174,11 @@ class Run:
 
         self.began, self.cpu_began = time.time(), time.process_time()
         self.commit = commit()  # now: files may change while the run lasts
-        check(args)
-        if args.resume:
+        check(args, script)
+        self.writes = rank() == 0
+        if not self.writes:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output
+        elif args.resume:
             lock(Path(args.resume))
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -172,7 +190,8 @@ class Run:
         self.args, self.script, self.samples_file = args, script, samples_file
         self.iteration = 0
         self.metrics, self.samples = [], []  # the records of metrics.jsonl, and of samples_file
-        self.stopped = False  # whether Ctrl-C or SIGTERM has asked the run to end
+        self.asked = False  # whether Ctrl-C or SIGTERM has asked the run to end
+        self.stopped = False  # whether it ends with this iteration
         self.unsaved = {}  # what could not be written the last time, and why
 
     def start(self, modules: dict, **state) -> None:
@@ -184,8 +203,10 @@ class Run:
         if self.args.resume:
             self.folder = Path(self.args.resume)
             self.restore()
-        else:
+        elif self.writes:
             self.folder = new_folder(self.args, self.script)
+        if not self.writes:
+            return
         write_json(self.folder / "args.json", asdict(replace(self.args, resume="")))
         print(self.folder)
         self.open_curves()
@@ -232,7 +253,8 @@ class Run:
         """A handler of signals: the run ends after this iteration; asked twice, it ends at once."""
         print("stopping after this iteration; --resume goes on from there", flush=True)
         signal.signal(number, signal.SIG_DFL)
-        self.stopped = True
+        self.asked = True
+        self.stopped = processes() == 1
 
     def is_due(self, every: int) -> bool:
         """Whether this is the last iteration, or one of every `every`; 0: the last one only."""
@@ -244,6 +266,8 @@ class Run:
         Those whose tag has the regular expression `shown` in it are printed. A figure that is nan is not
         defined, as what is explained of no variance: it is printed "-", and left out elsewhere.
         """
+        if not self.writes:
+            return
         metrics = metrics | {"time/cpu_seconds": self.seconds()[1]}
         # float: a checkpoint with numbers of numpy in it could not be read again
         defined = {tag: float(figure) for tag, figure in metrics.items() if not math.isnan(figure)}
@@ -268,6 +292,8 @@ class Run:
         """A checkpoint to resume from, and a folder of each of `models`, by name, with its tokenizer."""
         import torch
 
+        if not self.writes:
+            return
         state = {name: getattr(self, name) for name in ("iteration", "state", "metrics", "samples")}
         state["seconds"], state["cpu_seconds"] = self.seconds()
         state["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
@@ -288,6 +314,8 @@ class Run:
 
         Raises OSError if what was written last could not be saved.
         """
+        if not self.writes:
+            return {}
         with suppress(OSError):  # `log` has written all, or has said that it could not
             self.writer.close()
         summary = {}

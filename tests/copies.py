@@ -1,7 +1,7 @@
 """Writes one copy of a function over the others: python tests/copies.py NAME --from FILE
 
 NAME is a function, a Class.function or a Class. Scripts that tests/waivers.toml allows another body are left
-alone, and are named.
+alone, and are named. SCRIPT_multigpu.py has what SCRIPT.py has, waived or not, unless it is waived itself.
 """
 
 import argparse
@@ -45,16 +45,22 @@ def copy(name: str, source: Path, root: Path = ROOT) -> list[str]:
     if (place := lines_of("\n".join(lines), name)) is None:
         raise ValueError(f"there is no {name} in {source}")
     text = lines[place]
+    paths = sorted([*root.glob("*.py"), *root.glob("baselines/*.py")])
     if reason := reason_of(name, script_of(source, root), waivers):
-        raise ValueError(f"the copy in {source} is waived, so that it is not for the others ({reason})")
+        paths = [path for path in paths if sibling_of(path).resolve() == source.resolve() != path.resolve()]
+        if not paths:
+            raise ValueError(f"the copy in {source} is waived, so that it is not for the others ({reason})")
 
     said = []
-    for path in sorted([*root.glob("*.py"), *root.glob("baselines/*.py"), *root.glob("multigpu/*.py")]):
+    for path in paths:
         script, lines = script_of(path, root), path.read_text(encoding="utf-8").split("\n")
         place = lines_of("\n".join(lines), name)
         if place is None or path.resolve() == source.resolve():
             continue
-        if reason := reason_of(name, script, waivers):
+        reason = reason_of(name, script, waivers)
+        if sibling_of(path).resolve() != source.resolve():
+            reason = reason or reason_of(name, script_of(sibling_of(path), root), waivers)
+        if reason:
             said.append(f"{script}: waived, left alone ({reason})")
         elif lines[place] == text:
             said.append(f"{script}: the same already")
@@ -63,6 +69,11 @@ def copy(name: str, source: Path, root: Path = ROOT) -> list[str]:
             path.write_text("\n".join(lines), encoding="utf-8")
             said.append(f"{script}: written")
     return said or [f"no other script has {name}"]
+
+
+def sibling_of(path: Path) -> Path:
+    """SCRIPT.py of a SCRIPT_multigpu.py; of any other script itself."""
+    return path.with_name(f"{path.stem.removesuffix('_multigpu')}.py")
 
 
 def script_of(path: Path, root: Path) -> str:

@@ -47,13 +47,13 @@ reason = "is another"
 @pytest.fixture
 def root(tmp_path):
     """Two scripts, one whose `add` is waived, one in baselines/, and one that has nothing of theirs."""
-    for folder in ("tests", "baselines", "multigpu"):
+    for folder in ("tests", "baselines"):
         (tmp_path / folder).mkdir()
     (tmp_path / "tests/waivers.toml").write_text(WAIVERS)
     (tmp_path / "a.py").write_text(ONE)
     for name in ("b.py", "c.py", "baselines/d.py", "tests/e.py"):
         (tmp_path / name).write_text(OTHER)
-    (tmp_path / "multigpu/f.py").write_text("x = 1\n")
+    (tmp_path / "f.py").write_text("x = 1\n")
     return tmp_path
 
 
@@ -78,6 +78,21 @@ def test_a_function_of_a_class_and_a_whole_class(root):
     copy("Model", root / "a.py", root)
     assert "close" not in (root / "b.py").read_text() and "is another" not in (root / "b.py").read_text()
     assert (root / "baselines/d.py").read_text() == OTHER
+
+
+def test_a_script_for_several_devices_has_what_its_sibling_has(root):
+    """Of a waived function, too; but where a waiver names it, it is left alone."""
+    for name in ("a_multigpu.py", "c_multigpu.py"):
+        (root / name).write_text(OTHER)
+    (root / "c.py").write_text(OTHER.replace("y + x", "y - x"))
+    said = copy("add", root / "a.py", root)
+    assert said[0] == "a_multigpu.py: written" and said[-1] == said[-2].replace("c.py", "c_multigpu.py")
+    assert copy("add", root / "c.py", root) == ["c_multigpu.py: written"]
+    assert "y - x" in (root / "c_multigpu.py").read_text()
+    named = WAIVERS.replace('["c.py"]', '["c.py", "a_multigpu.py"]')
+    (root / "tests/waivers.toml").write_text(named)
+    (root / "a_multigpu.py").write_text(OTHER)
+    assert copy("add", root / "a.py", root)[0] == "a_multigpu.py: waived, left alone (add: subtracts)"
 
 
 def test_what_cannot_be_copied_is_said(root):

@@ -35,7 +35,9 @@ from envs import runs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("baselines/*.py")])
-SPEAKERS = [path for path in SCRIPTS if path.stem not in ("guide_simcse", "lge_drrn")]  # language models do
+# Language models speak in these; for several devices they are read as in the sibling.
+NO_SPEAKERS = ("guide_simcse", "lge_drrn", "archer_multigpu", "loop_ppo_multigpu")
+SPEAKERS = [path for path in SCRIPTS if path.stem not in NO_SPEAKERS]
 SOURCES = [*SCRIPTS, *sorted(ROOT.glob("envs/**/*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "checkpoints/README.md"]
 
@@ -135,6 +137,11 @@ each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.s
 each_source = pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
+def kind_of(script: Path) -> str:
+    """The name of a script; of one for several devices its sibling's: both do the same."""
+    return script.stem.removesuffix("_multigpu")
+
+
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -161,7 +168,7 @@ def args_of(path: Path) -> dict[str, str | None]:
 
 def metrics_of(script: Path) -> dict[str, str]:
     """The rows of the metrics table on the script's page: what a tag means."""
-    page = (ROOT / "docs" / f"{script.stem}.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / f"{kind_of(script)}.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+/\w+)` \| (.+) \|$", page, re.M)
     assert len(rows) == len(dict(rows)), "a tag is explained twice"
     return dict(rows)
@@ -170,7 +177,7 @@ def metrics_of(script: Path) -> dict[str, str]:
 def tiny(script: Path, model: Path | None = None) -> list[str]:
     """Arguments that make a run small, and the checkpoint that it starts from, if the script takes one."""
     known = args_of(script)
-    options = {name: value for name, value in (TINY | OWN[script.stem]).items() if name in known}
+    options = {name: value for name, value in (TINY | OWN[kind_of(script)]).items() if name in known}
     for name in {"actor", "model"} & set(known) if model else ():
         options[name] = model
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -183,7 +190,7 @@ def data_of(script: Path, folder: Path) -> list[str]:
 
 def skip_without_world(script: Path) -> None:
     """A world may need a package or a file that this machine lacks."""
-    if problem := envs.missing(WORLD[script.stem]):
+    if problem := envs.missing(WORLD[kind_of(script)]):
         pytest.skip(problem)
 
 
@@ -239,7 +246,7 @@ def checkpoint(tmp_path_factory):
     def folder_of(script: Path) -> Path | None:
         if script.stem in LGE:
             return None
-        world = WORLD[script.stem]
+        world = WORLD[kind_of(script)]
         if world not in made:
             made[world] = make_checkpoint(world, tmp_path_factory.mktemp("checkpoint") / world)
         return made[world]
@@ -256,7 +263,7 @@ def tiny_run(tmp_path_factory, checkpoint):
         skip_without_world(script)
         if script not in finished:
             place = tmp_path_factory.mktemp("runs")
-            options = ["--env", WORLD[script.stem], "--seed", "3", "--runs", place]
+            options = ["--env", WORLD[kind_of(script)], "--seed", "3", "--runs", place]
             options += tiny(script, checkpoint(script)) + data_of(script, tmp_path_factory.mktemp("data"))
             finished[script] = place, run(*command_of(script), *options)
         place, result = finished[script]
@@ -282,7 +289,7 @@ def test_equations_and_deviations_stand_where_they_must(script):
     marked = set(re.findall(r"\b[ED]\d+\b", " ".join(text for _, text in comments_of(script))))
     tests = [path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")]
     tests = " ".join(
-        text for text in tests if re.search(rf"^\s*(import|from) .*\b{script.stem}\b", text, re.M)
+        text for text in tests if re.search(rf"^\s*(import|from) .*\b{kind_of(script)}\b", text, re.M)
     )
     assert any(id.startswith("E") for id in declared)
     assert declared - marked == set(), "in the docstring, but not in a comment at the code"
@@ -357,9 +364,8 @@ def beyond_measure(source: str, budget: int) -> list[str]:
 
 def budget_of(script: Path) -> int:
     """How many tokens a script may have; one for many devices is measured by its sibling."""
-    name = script.stem.removesuffix("_multigpu")
-    more = MULTIGPU if name != script.stem else 0
-    return (BUDGETS.get(name) or BUDGETS[script.parent.name]) + more
+    more = MULTIGPU if kind_of(script) != script.stem else 0
+    return (BUDGETS.get(kind_of(script)) or BUDGETS[script.parent.name]) + more
 
 
 @each_script
@@ -568,6 +574,14 @@ def unwaived(scripts: dict[str, ast.Module], waivers: dict[str, dict]) -> list[s
 
     problems = []
     for name, by_script in copies.items():
+        for script in [script for script in by_script if script.endswith("_multigpu.py")]:
+            sibling = script.replace("_multigpu", "")
+            is_waived = script in waivers.get(name, {}).get("scripts", [])
+            if sibling not in by_script or is_waived:
+                continue
+            if by_script.pop(script) != by_script[sibling]:
+                problems.append(f"{name} differs between {sibling}, {script}")
+    for name, by_script in copies.items():
         waived = set(waivers.get(name, {}).get("scripts", []))
         usual = {script: syntax for script, syntax in by_script.items() if script not in waived}
         if len(set(usual.values())) > 1:
@@ -602,6 +616,13 @@ def test_the_comparison_of_copies_sees_what_it_should():
     assert unwaived({"a.py": scripts["a.py"], "c.py": scripts["a.py"]}, waiver) == [
         "the waiver of f in c.py is not needed"
     ]
+    scripts |= {"a_multigpu.py": scripts["a.py"], "c_multigpu.py": scripts["c.py"]}
+    assert unwaived(scripts, waiver) == []
+    scripts["c_multigpu.py"] = scripts["a.py"]
+    assert unwaived(scripts, waiver) == ["f differs between c.py, c_multigpu.py"]
+    scripts["c_multigpu.py"] = parse("def f(x): return 2 * x")
+    both = {"f": {"scripts": ["c.py", "c_multigpu.py"], "reason": "the sign, and twice"}}
+    assert unwaived(scripts, both) == []
     methods = {
         "a.py": parse("class C:\n  def f(self): return 1"),
         "b.py": parse("class C:\n  def f(self): return 2"),
@@ -628,14 +649,14 @@ def test_help_explains_every_argument(script):
 @each_script
 def test_a_run_of_two_iterations(script, tiny_run):
     folder = tiny_run(script)
-    assert re.fullmatch(rf"{WORLD[script.stem]}__{script.stem}__3__\w[\w-]*", folder.name)
-    assert [name for name in [*RUN_FILES, SAMPLES[script.stem]] if not (folder / name).exists()] == []
+    assert re.fullmatch(rf"{WORLD[kind_of(script)]}__{script.stem}__3__\w[\w-]*", folder.name)
+    assert [name for name in [*RUN_FILES, SAMPLES[kind_of(script)]] if not (folder / name).exists()] == []
     assert list(folder.glob("events.out.tfevents.*"))
 
     arguments = json.loads((folder / "args.json").read_text())
     assert set(arguments) == set(args_of(script)) and arguments["seed"] == 3
     summary = json.loads((folder / "summary.json").read_text())
-    keys = set(SUMMARIES[script.stem].split())
+    keys = set(SUMMARIES[kind_of(script)].split())
     assert keys - set(summary) == set()
     beyond = {key for key in set(summary) - keys if not key.startswith(("warm_start_", "eval_", "test_"))}
     assert beyond == set()
@@ -644,7 +665,7 @@ def test_a_run_of_two_iterations(script, tiny_run):
     assert summary["seed"] == 3 and isinstance(summary["commit"], str)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) >= 2
-    assert [json.loads(line) for line in (folder / SAMPLES[script.stem]).read_text().splitlines()]
+    assert [json.loads(line) for line in (folder / SAMPLES[kind_of(script)]).read_text().splitlines()]
 
 
 @each_script
@@ -708,6 +729,7 @@ HOW_TO_RUN = [
     ("python -m envs.play", "--index 11", "Is it a dog?\n"),
     ("python -m pytest", "--collect-only -q tests/worlds/test_apps.py", ""),
     ("python ", "", ""),  # a script is made small by TINY
+    ("torchrun ", "", ""),
     ("tensorboard", "--inspect", ""),
     ("mkdir", "", ""),
     ("cp", "", ""),
@@ -722,7 +744,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
 if not importlib.util.find_spec("textarena"):
     NOT_HERE["textarena"] = "the package textarena"
 # What installs needs the network, and the test of that is .ci/run. train-scienceworld.py is the authors'.
-PROGRAMS = re.compile(r"python (?!-c|train-scienceworld)|bash |tensorboard |mkdir |cp ")
+PROGRAMS = re.compile(r"python (?!-c|train-scienceworld)|torchrun |bash |tensorboard |mkdir |cp ")
 
 
 def commands_of(page: Path) -> list[str]:
@@ -796,6 +818,8 @@ def run_small(command: str, clone: Path, tiny_run) -> None:
     script = ROOT / words[1]
     if words[1] == "-m":
         script = ROOT / f"{words[2].replace('.', '/')}.py"
+    if words[0] == "torchrun":
+        script = ROOT / next(word for word in words if word.endswith(".py"))
     is_small = script in SCRIPTS and not {"--help", "--resume"} & set(words)
     words += tiny(script) if is_small else shlex.split(extra)
     if "--resume" in words and script.name != "archer.py":
@@ -916,7 +940,7 @@ def long_run(script: Path, model: Path | None, folder: Path, lines: int, every: 
 
     A checkpoint comes with `every` of them.
     """
-    options = ["--env", WORLD[script.stem], "--runs", folder, *tiny(script, model)]
+    options = ["--env", WORLD[kind_of(script)], "--runs", folder, *tiny(script, model)]
     options += data_of(script, folder.parent / "data")
     known = args_of(script)
     if "iterations" in known:
@@ -980,7 +1004,7 @@ def test_killed_and_resumed_to_the_bit(script, checkpoint, tmp_path):
     (other,) = (tmp_path / "whole").iterdir()
     assert figures_of(folder) == figures_of(other)
     assert len([row for row in figures_of(folder) if row["iteration"] > 0]) == 6
-    name = SAMPLES[script.stem]
+    name = SAMPLES[kind_of(script)]
     assert (folder / name).read_text() == (other / name).read_text()
     assert not list(folder.rglob("*.tmp"))
 
@@ -1027,7 +1051,13 @@ def test_a_bad_argument_is_one_line(script, wrong, said, checkpoint, tmp_path):
     flag, value = wrong.split()
     if flag.removeprefix("--").replace("-", "_") not in args_of(script):
         pytest.skip(f"{script.name} has no {flag}")
-    options = ["--env", WORLD[script.stem], "--runs", tmp_path / "runs", *tiny(script, checkpoint(script))]
+    options = [
+        "--env",
+        WORLD[kind_of(script)],
+        "--runs",
+        tmp_path / "runs",
+        *tiny(script, checkpoint(script)),
+    ]
     options += data_of(script, tmp_path / "data")
     assert said in one_line(script, *options, flag, value)
     assert not (tmp_path / "runs").exists(), "nothing is half-written"
@@ -1041,7 +1071,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(script, checkpoint, ti
     flag = flag or next(name for name in ("actor", "model") if name in args_of(script))
     source = tiny_run(ROOT / "guide_simcse.py") / "guide" if script.stem in LGE else checkpoint(script)
     folder = shutil.copytree(source, tmp_path / "model")
-    options = ["--env", WORLD[script.stem], "--runs", tmp_path / "runs", *tiny(script)]
+    options = ["--env", WORLD[kind_of(script)], "--runs", tmp_path / "runs", *tiny(script)]
     options += [*data_of(script, tmp_path / "data"), f"--{flag}", folder]
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     del tensors[sorted(name for name in tensors if "pooler" not in name)[-1]]

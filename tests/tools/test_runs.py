@@ -246,7 +246,7 @@ def test_what_would_fail_late_or_never_fails_before_anything_is_written(toy, giv
 def test_a_bare_number_may_be_infinite_zero_or_negative(toy):
     """What it means, the script knows: it says so where the number is used."""
     for rate in (math.inf, 0.0, -1.0):
-        runs.check(toy(rate=rate))
+        runs.check(toy(rate=rate), "toy")
 
 
 @pytest.mark.parametrize(("processes", "is_refused"), [("2", True), ("1", False), ("", False)])
@@ -254,16 +254,16 @@ def test_torchrun_would_train_the_same_seed_twice(monkeypatch, toy, processes, i
     monkeypatch.setenv("WORLD_SIZE", processes)
     if is_refused:
         with pytest.raises(ValueError, match="without torchrun"):
-            runs.check(toy())
+            runs.check(toy(), "toy")
     else:
-        runs.check(toy())
+        runs.check(toy(), "toy")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(toy, tmp_path):
     (tmp_path / "file").touch()
     said = f"--runs {tmp_path}/file/runs: no folder can be made in {tmp_path}/file: Not a directory"
     with pytest.raises(ValueError, match=f"^{said}$"):
-        runs.check(toy(runs=f"{tmp_path}/file/runs"))
+        runs.check(toy(runs=f"{tmp_path}/file/runs"), "toy")
 
 
 # -------------------------------------------------------------------------------------------- a folder

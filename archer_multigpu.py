@@ -1,0 +1,813 @@
+"""ArCHer on several devices: hierarchical multi-turn RL for language agents.
+
+    torchrun --standalone --nproc_per_node 2 archer_multigpu.py --env twenty-questions
+
+Each process plays some dialogues and passes some through its models; all add up their gradients, and so take
+the steps that archer.py takes. docs/multigpu.md shows what differs from it, and why.
+
+The critic works on utterances, off-policy: from a replay buffer it learns Q(s, a), what utterance a is worth
+in dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues. The
+advantage of an utterance is its terminal reward, and so the return of each of its tokens. Both start from a
+checkpoint, by default a tiny one.
+
+Paper: Zhou et al. 2024, arXiv:2402.19446
+  E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
+  E2  V(s)   <- E_{a~pi} Qbar(s,a)                         Eq. 2      value_loss
+  E3  grad log pi(a|s) * A                                 Eq. 3      reinforce_loss
+      with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
+  E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
+  E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
+Differs from the paper; in brackets what undoes it (docs/archer.md has the reasons at length):
+  D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts to gibberish.
+  D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
+  D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
+  D4  V's heads start at the mean discounted return of the first dialogues instead of zero.
+  D5  Rates, batches, buffer, warm-up and updates suit a tiny model. Table 3 has the authors' rates times 32.
+  D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise then undoes less.
+  D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
+  D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
+      it is a network of its own with 60 updates an iteration.
+  D9  Q is V plus what the utterance adds, a linear function of its hidden state that starts at zero: what a
+      state is worth is learned once and not twice.
+"""
+
+import copy
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import distributed, nn
+
+import envs
+from envs import models, runs
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    # --- run
+    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # of all random numbers of the run; 0 or more
+    iterations: int = 60  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
+    runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    device: str = "cpu"  # or cuda: each process takes the GPU of its number
+    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+
+    # --- model
+    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
+    critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; what learns stays float32
+    lora: bool = False  # train low-rank adapters only (needs the package peft), and a --critic of its own
+    lora_rank: int = 16  # of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
+
+    # --- data
+    rollouts: int = 64  # dialogues played in an iteration (paper: 128; WebShop 512; D5)
+    buffer_size: int = 1000  # dialogues that the replay buffer holds (paper, Table 3: 10,000 utterances)
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
+    max_action_tokens: int = 16  # tokens after which an utterance is cut
+
+    # --- algorithm
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; exact, whatever it is
+    critic_lr: float = 3e-4  # of Adam (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
+    critic_updates: int = 30  # in an iteration, each with a Polyak step of the target (paper: 50)
+    critic_batch: int = 16  # dialogues in an update of the critic (paper: 256 utterances)
+    critic_pool: int = 128  # dialogues that an iteration draws from the buffer for its critic updates
+    warmup: int = 4  # iterations before the actor moves (paper: 20 or 10); 0: none
+    gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
+    polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
+
+    actor_lr: float = 4e-4  # of Adam (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
+    anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
+    actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3); 0: none
+    actor_batch: int = 16  # dialogues in an update of the actor (paper: 256 utterances)
+    kl: float = 0.1  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
+    center: bool = True  # advantages minus their batch mean (D3)
+    baseline: bool = False  # a learned baseline for every token (E4, E5)
+    max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
+
+    # --- evaluation
+    eval_every: int = 15  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
+    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
+# dialogues are numbered consecutively; `utterances` are one for each of their N states, in that order.
+class Span(NamedTuple):
+    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def lay_out(dialogues, tokenizer):
+    """Spells dialogues as rows of token ids; each action ends with the end token.
+
+    A row goes on as long as each observation only adds text. One that is written anew begins another row.
+    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
+    action.
+    """
+    end = tokenizer.eos_token_id
+    rows = []
+    spans = []
+    prompts = []
+    for dialogue in dialogues:
+        so_far = ""
+        for turn, observation in enumerate(dialogue["observations"]):
+            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
+            goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
+            if goes_on:
+                added = observation.removeprefix(so_far)
+                row = rows[-1] + models.encode_reply(tokenizer, added)
+            else:
+                row = models.encode_prompt(tokenizer, observation)
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
+                prompts.append(row)
+                break
+            start = len(row)
+            action = dialogue["actions"][turn]
+            # Not +=, which would change a shared list.
+            row = row + models.encode(tokenizer, action) + [end]
+            if goes_on:
+                rows[-1] = row
+            else:
+                rows.append(row)
+            span = Span(len(rows) - 1, start, len(row))
+            spans.append(span)
+            so_far = observation + action
+    return rows, spans, prompts
+
+
+def pad(rows, value=0):
+    """Rows of numbers as one tensor [B, T], padded on the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def flat(dialogues, key):
+    """What dialogues have under a key for each action, in one list [N]."""
+    return [item for dialogue in dialogues for item in dialogue[key]]
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
+# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
+def td_target(reward_N, next_v_N2, gamma):
+    """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
+
+    >>> td_target(torch.tensor([-1.0, 0.0]), torch.tensor([[-2.0, -4.0], [0.0, 0.0]]), 0.5).tolist()
+    [[-2.0, -3.0], [0.0, 0.0]]
+    """
+    return reward_N[:, None] + gamma * next_v_N2  # E1
+
+
+def value_loss(v_N2, q_N2):
+    """E2: the square of Q(s,a) - V(s) for a ~ pi, whose mean V tends to; each twin has its own."""
+    return ((q_N2 - v_N2) ** 2).mean()  # E2
+
+
+def mc_returns(rewards, gamma):
+    """Discounted return from every turn to the end of the dialogue.
+
+    >>> mc_returns([-1.0, -1.0, 0.0], 0.5)
+    [-1.5, -1.0, 0.0]
+    """
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * returns[-1])
+    return returns[:0:-1]  # from the first turn on, without the 0 after the last
+
+
+def advantages(q_N2, v_N2):
+    """The A of E3, sec. 3.6: min Q - min V [N], the minimum over the twins."""
+    return q_N2.min(-1).values - v_N2.min(-1).values  # E3
+
+
+def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
+    weight_M = (advantage_N[owner_M] - baseline_M).detach()
+    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
+
+
+def baseline_loss(baseline_M, advantage_N, owner_M):
+    """E4: mean over utterances of the mean over their tokens of (A(s,a) - Vtok(s,a_<i))^2."""
+    length_N = torch.bincount(owner_M, minlength=len(advantage_N))
+    square_M = (advantage_N[owner_M].detach() - baseline_M) ** 2
+    return (square_M / length_N[owner_M]).sum() / len(advantage_N)  # E4
+
+
+def kl_to_come(kl_M, owner_M):
+    """D1: the KL that each token brings about: of the tokens behind it in its utterance [M].
+
+    >>> kl_to_come(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 0, 1])).tolist()
+    [6.0, 4.0, 0.0, 0.0]
+    """
+    sum_M = kl_M.cumsum(0)
+    last_N = torch.bincount(owner_M).cumsum(0) - 1
+    return sum_M[last_N][owner_M] - sum_M
+
+
+# ---------------------------------------------------------- 4. models
+@dataclass
+class Packed:
+    """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
+
+    inputs: tuple  # ids [B, T], positions [B, T], and whether a token sees another [B, T, T]
+    row_N: torch.Tensor  # of each utterance
+    state_N: torch.Tensor  # column of the last token of its state: V is read there
+    end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
+    owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
+    before_M: torch.Tensor  # column of the token that predicts it
+    column_M: torch.Tensor  # its own column
+
+
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
+UNSEEN = 2**30  # position of a token that no token sees
+
+
+def pack(dialogues, tokenizer, utterances=None) -> Packed:
+    """Packs dialogues and utterances [N][token ids], by default the actions, which are in the rows already.
+
+    Other utterances are forks: each is appended to its row, and sees that row up to its state, and itself.
+    A row with two actions a and the forks b and c in its two states:
+
+        token     s s a s a  b b  c c
+        position  0 1 2 3 4  2 3  4 5
+        fork      - - - - -  0 0  1 1
+        start     0 0 0 0 0  2 2  4 4   a fork sees the row's tokens before this position
+    """
+    ids, spans, _ = lay_out(dialogues, tokenizer)
+    positions = [list(range(len(row))) for row in ids]
+    forks = [[ROW] * len(row) for row in ids]
+    starts = [[0] * len(row) for row in ids]
+    ends = []
+    owners = []
+    before = []
+    columns = []
+    for n, (b, start, stop) in enumerate(spans):
+        own = range(start, stop)  # columns of utterance n
+        if utterances is not None:
+            length = len(utterances[n])
+            own = range(len(ids[b]), len(ids[b]) + length)
+            ids[b] += utterances[n]
+            positions[b] += range(start, start + length)
+            forks[b] += [n] * length
+            starts[b] += [start] * length
+        ends.append(own[-1])
+        owners += [n] * len(own)
+        before += [start - 1, *own[:-1]]
+        columns += own
+
+    position_BT = pad(positions)
+    visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
+    return Packed(
+        inputs=(pad(ids), position_BT, visible_BTT),
+        row_N=torch.tensor([span.row for span in spans]),
+        state_N=torch.tensor([span.start - 1 for span in spans]),
+        end_N=torch.tensor(ends),
+        owner_M=torch.tensor(owners),
+        before_M=torch.tensor(before),
+        column_M=torch.tensor(columns),
+    )
+
+
+def visibility(position_BT, fork_BT, start_BT):
+    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
+    is_row_B1T = fork_BT[:, None] == ROW
+    is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
+    return is_same_BTT.tril() | (is_row_B1T & is_before_BTT)
+
+
+def score(actor, dialogues, utterances, temperature, dtype):
+    """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
+    packed = pack(dialogues, actor.tokenizer, utterances)
+    hidden_BTH = models.masked_states(actor.base_model, *packed.inputs, dtype)
+    row_M = packed.row_N[packed.owner_M]
+    ids_BT = packed.inputs[0]
+    token_M = ids_BT[row_M, packed.column_M].to(actor.device)
+    hidden_MH = hidden_BTH[row_M, packed.before_M]
+    logits_MV = models.logits_of(actor, hidden_MH) / temperature
+    owner_M = packed.owner_M.to(actor.device)
+    return logits_MV, token_M, hidden_MH, owner_M
+
+
+class Critic(nn.Module):
+    """Twin Q and V on one language model (sec. 3.6); Q is V plus what the utterance adds (D9).
+
+    A decoder (D2) reads dialogues in one causal pass: V at each state's last token, Q at each utterance's end
+    token. An encoder reads states and utterances apart; Q sees the [CLS] vectors of both.
+    """
+
+    def __init__(self, body, value, dtype):
+        super().__init__()
+        self.body = body
+        self.tokenizer = body.tokenizer
+        self.dtype = dtype
+        self.is_encoder = models.is_encoder(body)
+        width = models.width_of(body)
+        self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
+        if self.is_encoder:
+            self.a_heads = Twins(mlp(2 * width, width, 0.0) for _ in range(2))
+        else:
+            self.a_heads = nn.Linear(width, 2, bias=False)  # D9
+            nn.init.zeros_(self.a_heads.weight)
+
+    def forward(self, dialogues, texts=None):
+        """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
+        read = self.read_apart if self.is_encoder else self.read_together
+        state_NH, both_NH = read(dialogues, texts)
+        v_N2 = self.v_heads(state_NH)
+        return v_N2, v_N2 + self.a_heads(both_NH)  # D9
+
+    def read_together(self, dialogues, texts):
+        """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
+        forks = None
+        if texts is not None:
+            end = [self.tokenizer.eos_token_id]
+            forks = [models.encode(self.tokenizer, text) + end for text in texts]
+        packed = pack(dialogues, self.tokenizer, forks)
+        hidden_BTH = models.masked_states(self.body, *packed.inputs, self.dtype)
+        state_NH = hidden_BTH[packed.row_N, packed.state_N]
+        return state_NH, hidden_BTH[packed.row_N, packed.end_N]
+
+    def read_apart(self, dialogues, texts):
+        """An encoder's vectors of each state [N, H], and of both state and utterance [N, 2H]."""
+        states = []
+        for dialogue in dialogues:
+            states += dialogue["observations"][: len(dialogue["actions"])]
+        state_NH = self.cls(states)
+        said_NH = self.cls(texts or flat(dialogues, "actions"))
+        return state_NH, torch.cat([state_NH, said_NH], -1)
+
+    def cls(self, texts):
+        """[CLS] vectors [N, H]; a text that is too long loses its beginning."""
+        self.tokenizer.truncation_side = "left"
+        limit = self.body.context
+        inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        return models.hidden_states(self.body, self.dtype, **inputs)[:, 0]
+
+
+class Twins(nn.ModuleList):
+    """Networks side by side: [N, inputs] -> [N, 2]."""
+
+    def forward(self, x):
+        return torch.cat([network(x) for network in self], -1)
+
+
+def mlp(inputs, width, value):
+    """Two hidden layers and one output, which starts near `value`."""
+    last = nn.Linear(width, 1)
+    nn.init.constant_(last.bias, value)  # D4
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        last,
+    )
+
+
+# ---------------------------------------------------------- 5. rollouts
+def join_others(args):
+    """Meets the other processes that torchrun has started; on GPUs each takes the one of its number."""
+    if runs.processes() == 1:
+        return
+    backend = "gloo"
+    if args.device.startswith("cuda"):
+        backend = "nccl"
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        runs.check_device(args.device)
+        torch.cuda.set_device(args.device)
+    distributed.init_process_group(backend, timeout=timedelta(days=1))  # worlds may take long
+
+
+def gathered(own):
+    """The lists of all processes put together, in the order of their numbers; tensors on the CPU."""
+    own = [item.cpu() if torch.is_tensor(item) else item for item in own]
+    if runs.processes() == 1:
+        return own
+    lists = [None] * runs.processes()
+    distributed.all_gather_object(lists, own)
+    return [item for each in lists for item in each]
+
+
+def own_part(items):
+    """The part of a list that is this process's: neighbours, so that `gathered` has them in order again."""
+    share = len(items) / runs.processes()
+    start = round(runs.rank() * share)
+    stop = round((runs.rank() + 1) * share)
+    return items[start:stop]
+
+
+def spoken(tokenizer, ids):
+    """The part of an utterance that critic and world receive: its first line, stripped."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.split("\n", 1)[0].strip()
+
+
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds u
+        total_NV = logp_NV.exp().cumsum(-1)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
+class Memory:
+    """What a decoder has read of some named rows: keys and values, which are kept while the rows grow."""
+
+    def __init__(self, actor, names):
+        self.actor = actor
+        self.rows = {name: [] for name in names}  # what was read
+        self.cache = transformers.DynamicCache()
+        self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
+
+    def read(self, rows, dtype):
+        """Reads what is new in each row {name: token ids}; a row that is missing is forgotten.
+
+        Returns the last hidden states of the new tokens [B, T, H] and their positions [B, T].
+        """
+        columns = self.position_BC.shape[1]
+        self.cache.crop(columns - self.cache.get_seq_length())  # without what was written since
+        if len(rows) < len(self.rows):
+            kept = [b for b, name in enumerate(self.rows) if name in rows]
+            self.cache.batch_select_indices(torch.tensor(kept))
+            self.position_BC = self.position_BC[kept]
+        new = []
+        positions = []
+        for b, (name, row) in enumerate(rows.items()):
+            known = len(self.rows[name])
+            if row[:known] != self.rows[name] or len(row) == known:  # it was written anew
+                known = 0
+                self.position_BC[b] = UNSEEN
+            new.append(row[known:])
+            positions.append(range(known, len(row)))
+        self.rows = rows
+        position_BT = pad(positions, UNSEEN)
+        self.position_BC = torch.cat([self.position_BC, position_BT], -1)
+        visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
+        position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
+        body = self.actor.base_model
+        hidden_BTH = models.masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
+        return hidden_BTH, position_BT
+
+
+@torch.no_grad()
+def generate(memory, rows, starts, args, streams, greedy=False):
+    """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
+
+    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
+    log-probs [N].
+    """
+    actor = memory.actor
+    hidden_BTH, position_BT = memory.read(rows, args.dtype)
+    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    B, S = start_BS.shape
+    before_BS = start_BS - 1 - position_BT[:, :1]
+    hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
+    visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
+    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
+    places = []  # of the N states among the P places of the flattened [B, S]
+    for b, own in enumerate(starts):
+        places += range(b * S, b * S + len(own))
+    utterances = {place: [] for place in places}
+    total_logps = dict.fromkeys(places, 0.0)
+    end = actor.tokenizer.eos_token_id
+    T = args.max_action_tokens
+    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT[places] = models.uniform(streams, T)
+    u_PT = u_PT.to(actor.device)
+    for step in range(T):
+        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
+        tokens = token_P.tolist()
+        logps = logp_P.tolist()
+        for place in places:
+            utterances[place].append(tokens[place])
+            total_logps[place] += logps[place]
+        places = [place for place in places if tokens[place] != end]
+        if not places:
+            break
+        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
+        token_BS = token_P.view(B, S)
+        position_BS = start_BS + step
+        hidden_BSH = models.masked_states(
+            actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
+        )
+    return list(utterances.values()), list(total_logps.values())
+
+
+def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
+    """Plays all worlds to their end, in lockstep.
+
+    Returns the dialogues that have an action, and -log pi of each utterance.
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    """
+    seeds = range(len(indices or range(args.rollouts)))  # of the dialogues of all processes
+    if rng:
+        seeds = rng.integers(2**31, size=len(seeds)).tolist()
+    seeds = own_part(seeds)
+    worlds.reset(seeds=seeds, indices=indices and own_part(indices))
+    streams = models.streams(seeds)
+    # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
+    room = 4 * args.max_action_tokens
+    nll = []
+    memory = Memory(actor, range(len(worlds)))
+    while alive := worlds.alive():
+        dialogues = [worlds.dialogues[i] for i in alive]
+        _, _, prompts = lay_out(dialogues, actor.tokenizer)
+        rows = dict(zip(alive, prompts, strict=True))
+        for i in alive:
+            if len(rows[i]) > actor.context - room:
+                worlds.cut(i)
+                del rows[i]
+        if not rows:
+            break
+        starts = [[len(row)] for row in rows.values()]
+        own = [streams[i] for i in rows]
+        utterances, logps = generate(memory, rows, starts, args, own, greedy)
+        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+        worlds.step(dict(zip(rows, texts, strict=True)))
+        nll += [-logp for logp in logps]
+    played = [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
+    return gathered(played), gathered(nll)
+
+
+def with_fresh(dialogues, actor, args, rng):
+    """Dialogues with a new utterance of the actor in each of their states, as token ids and as text."""
+    result = []
+    seeds = [rng.integers(2**63, size=len(dialogue["actions"])) for dialogue in dialogues]
+    seeds = [seed for own in own_part(seeds) for seed in own]
+    for part in models.micro_batches(own_part(dialogues), args.micro_batch):
+        rows, spans, _ = lay_out(part, actor.tokenizer)
+        starts = [[] for _ in rows]
+        for span in spans:
+            starts[span.row].append(span.start)
+        rows = dict(enumerate(rows))
+        streams = models.streams(seeds[: len(spans)])
+        del seeds[: len(spans)]
+        ids, _ = generate(Memory(actor, rows), rows, starts, args, streams)
+        for dialogue in part:
+            n = len(dialogue["actions"])
+            texts = [spoken(actor.tokenizer, row) for row in ids[:n]]
+            result.append(dialogue | {"fresh_ids": ids[:n], "fresh": texts})
+            ids = ids[n:]
+    return gathered(result)
+
+
+# ---------------------------------------------------------- 6. updates
+def sum_gradients(optimizer):
+    """Adds to the gradients of what is trained those of the other processes."""
+    parameters = optimizer.param_groups[0]["params"]
+    own = [i for i, p in enumerate(parameters) if p.grad is not None]
+    for i in sorted(set(gathered(own))):  # not where nobody has one; a process without rollouts has none
+        p = parameters[i]
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if runs.processes() > 1:
+            distributed.all_reduce(p.grad)
+
+
+def critic_targets(target_critic, dialogues, gamma):
+    """The targets of Q and of V, [N, 2] each."""
+    v_N2, q_N2 = target_critic(dialogues, flat(dialogues, "fresh"))  # E2: a ~ pi (D7)
+    lengths = [len(dialogue["actions"]) for dialogue in dialogues]
+    last_turns = np.cumsum(lengths) - 1
+    next_v_N2 = v_N2.roll(-1, 0)
+    next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
+    reward_N = v_N2.new_tensor(flat(dialogues, "rewards"))
+    return td_target(reward_N, next_v_N2, gamma), q_N2
+
+
+# A loss is the mean over the N utterances of a batch; a micro-batch adds its share to it and to the gradient.
+def critic_update(critic, target_critic, optimizer, dialogues, args):
+    """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
+    returns = []
+    for dialogue in dialogues:
+        returns += mc_returns(dialogue["rewards"], args.gamma)
+    return_N = torch.tensor(returns, device=critic.body.device)
+    optimizer.zero_grad()
+    losses = []
+    values = []
+    for part in models.micro_batches(own_part(dialogues), args.micro_batch):
+        with torch.no_grad():
+            q_target_N2, v_target_N2 = critic_targets(target_critic, part, args.gamma)
+        v_N2, q_N2 = critic(part)
+        q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
+        v_loss = value_loss(v_N2, v_target_N2)  # E2
+        share = len(v_N2) / len(returns)
+        both_2 = share * torch.stack([q_loss, v_loss])
+        both_2.sum().backward()
+        losses.append(both_2.detach())
+        values.append(v_N2.detach().mean(-1))
+    sum_gradients(optimizer)
+    norm = models.clipped_step(optimizer, critic, args.max_grad_norm, "critic")
+    for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
+        slow.data.lerp_(fast.data, args.polyak)
+
+    q_loss, v_loss = sum(gathered(losses)).tolist()
+    metrics = runs.value_errors(torch.cat(gathered(values)), return_N.cpu())
+    return metrics | {
+        "critic/q_loss": q_loss,
+        "critic/v_loss": v_loss,
+        "critic/grad_norm": norm,
+    }
+
+
+def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
+    """For fresh utterances: the losses of E3 or E5 and of E4, and the KL of D1 [3]; the sum of entropies."""
+    fresh = flat(dialogues, "fresh_ids")
+    with torch.no_grad(), models.without_adapters(ref_model):
+        ref_logits_MV, *_ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
+        ref_logp_MV = ref_logits_MV.log_softmax(-1)
+    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
+    logp_MV = logits_MV.log_softmax(-1)
+    logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
+    p_MV = logp_MV.exp()
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i
+    kl = kl_M.sum() / len(fresh)
+    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: which a_<i come up is the actor's doing, too
+    baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
+    vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
+    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
+    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
+    entropy_M = -(p_MV * logp_MV).sum(-1)
+    return torch.stack([policy_loss, vtok_loss, kl]), entropy_M.sum().item()
+
+
+def actor_update(
+    actor,
+    ref_model,
+    critic,
+    baseline,
+    optimizer,
+    dialogues,
+    args,
+    rng,
+):
+    """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
+    dialogues = with_fresh(dialogues, actor, args, rng)
+    parts = models.micro_batches(own_part(dialogues), args.micro_batch)
+    with torch.no_grad():
+        pairs = [critic(part, flat(part, "fresh")) for part in parts]
+    raw = [advantages(q_N2, v_N2) for v_N2, q_N2 in pairs]
+    raw_N = torch.cat(gathered(raw))
+
+    optimizer.zero_grad()
+    losses = []
+    entropies = []
+    for part, own_N in zip(parts, raw, strict=True):
+        advantage_N = own_N - args.center * raw_N.mean()  # D3
+        losses_3, entropy = actor_losses(actor, ref_model, baseline, part, advantage_N, args)
+        share = len(own_N) / len(raw_N)
+        losses_3 = share * losses_3
+        policy_loss, vtok_loss, kl = losses_3
+        loss = policy_loss + args.kl * kl + vtok_loss
+        loss.backward()
+        losses.append(losses_3.detach())
+        entropies.append(entropy)
+    sum_gradients(optimizer)
+    # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
+    norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
+    policy_loss, vtok_loss, kl = sum(gathered(losses)).tolist()
+    return {
+        "actor/loss": policy_loss,
+        "actor/baseline_loss": vtok_loss,
+        "actor/kl": kl,
+        "actor/entropy": sum(gathered(entropies)) / len(raw_N),
+        "actor/advantage_mean": raw_N.mean().item(),
+        "actor/advantage_std": raw_N.std().item(),
+        "actor/grad_norm": norm,
+    }
+
+
+# ---------------------------------------------------------- 7. evaluation
+def play_tasks(actor, args, greedy):
+    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
+
+    The seeds are always the same, so that evaluations are comparable.
+    """
+    options = envs.options(args.world)
+    num_tasks = envs.make(args.env, **options).num_tasks
+    tasks = list(range(min(num_tasks, args.eval_episodes)))
+    if not greedy:
+        passes = max(1, round(args.eval_episodes / num_tasks))
+        tasks *= passes
+    worlds = envs.VecTextEnv(args.env, len(own_part(tasks)), **options)
+    dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
+    worlds.close()
+    return dialogues
+
+
+def evaluate(actor, args):
+    """Figures of sampled and of greedy play."""
+    sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
+    greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
+    return sampled | greedy
+
+
+@torch.no_grad()
+def with_values(dialogue, critic):
+    """A dialogue with what the critic thinks of each turn, for people to read."""
+    v_N2, q_N2 = critic([dialogue])
+    q_N = q_N2.min(-1).values
+    v_N = v_N2.min(-1).values
+    return dialogue | {"Q": q_N.tolist(), "V": v_N.tolist()}
+
+
+# ---------------------------------------------------------- 8. training
+def main(args: Args) -> dict[str, float]:
+    """Iterations of rollouts, critic and actor; returns what it writes to summary.json."""
+    join_others(args)
+    run = runs.Run(args, "archer_multigpu")
+    rng = run.rng
+    worlds = envs.VecTextEnv(args.env, len(own_part(range(args.rollouts))), **envs.options(args.world))
+
+    # --- models and optimisers, as they start
+    source = args.actor or models.checkpoint_of(worlds.envs[0])
+    actor = models.load_actor(source, args)
+    ref_model = models.reference_of(actor)  # stays the initial actor when a run is resumed
+    body = models.load_critic(args.critic, actor, args)  # D2
+    first, _ = rollout(actor, worlds, args, rng)  # a resumed run drops these
+    returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in first]
+    value = float(np.mean(returns))  # D4
+    critic = Critic(body, value, args.dtype).to(args.device)
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
+    width = models.width_of(actor)
+    baseline = mlp(width, width, 0.0).to(args.device)  # learns in any case
+    trained = [*actor.parameters(), *baseline.parameters()]
+    actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
+
+    # --- a new run, or a resumed one
+    modules = {"actor": models.learned(actor), "baseline": baseline, "actor_optimizer": actor_optimizer}
+    modules |= {"critic": critic, "target_critic": target_critic, "critic_optimizer": critic_optimizer}
+    run.start(modules, replay_buffer=first, episodes=len(first))
+    if not args.resume:
+        run.log(evaluate(actor, args), "return")
+    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
+
+    for iteration in run.iterations(args.iterations):
+        logs = []
+        # 1. dialogues of the current actor
+        played, nll = rollout(actor, worlds, args, rng)
+        run.state["episodes"] += len(played)
+        replay_buffer += played
+        del replay_buffer[: -args.buffer_size]
+
+        # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
+        pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
+        pool = with_fresh(pool, actor, args, rng)
+        critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
+        for _ in range(args.critic_updates):
+            batch = rng.choice(pool, args.critic_batch)
+            logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
+
+        # 3. the actor, on utterances of its own
+        if iteration > args.warmup:
+            lr = args.actor_lr
+            if args.anneal_lr:
+                lr *= (args.iterations - iteration + 1) / (args.iterations - args.warmup)  # D6
+            actor_optimizer.param_groups[0]["lr"] = lr
+            for _ in range(args.actor_updates):
+                batch = rng.choice(replay_buffer, args.actor_batch)
+                log = actor_update(actor, ref_model, critic, baseline, actor_optimizer, batch, args, rng)
+                logs.append(log)
+
+        # 4. metrics, evaluation, checkpoint
+        metrics = envs.summarise(played, "rollout/{}")
+        metrics["rollout/nll"] = float(np.mean(nll))
+        metrics |= runs.means(logs)
+        is_due = run.is_due(args.eval_every)
+        if is_due:
+            metrics |= evaluate(actor, args)
+        samples = [{"iteration": iteration} | with_values(dialogue, critic) for dialogue in played[:4]]
+        run.log(metrics, "return|repeated|explained|kl", samples)
+        run.stopped = any(gathered([run.asked]))  # all stop after the same iteration
+        if is_due or run.stopped:
+            run.save(models.to_save("actor", actor) | {"critic": critic.body})
+    if runs.processes() > 1:
+        distributed.destroy_process_group()
+    return run.finish()
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)

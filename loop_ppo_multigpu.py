@@ -1,0 +1,968 @@
+"""LOOP on several devices: PPO with a leave-one-out baseline for agents that act over many turns.
+
+    torchrun --standalone --nproc_per_node 2 loop_ppo_multigpu.py --env apps
+    torchrun --standalone --nproc_per_node 3 loop_ppo_multigpu.py --resume runs/...
+
+Each process plays some rollouts and passes some through its model; all add up their gradients, and so take
+the steps that loop_ppo.py takes. docs/multigpu.md shows what differs from it, and why.
+
+K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the
+advantage of all tokens that the model wrote in it. There is no value network; only E7 has a reference model.
+
+Paper: Chen et al. 2025, arXiv:2502.01600
+  E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       Eq. 3      leave_one_out
+  E2  min(w A, g(A)),  g(A) = A + eps |A|                           Eq. 4      surrogate
+  E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 5, 10  ratios, --level token
+  E4  w = product of E3 over a turn                                 sec. 4.2   ratios, --level turn
+  E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   ratios, --level trajectory
+  E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
+  E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
+Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
+Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the reasons):
+  D1  A tiny Llama that learned from flawed solutions (--model), in the place of a 32B model that can code.
+  D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
+  D3  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
+  D4  E7 also leaves out these rollouts (--min-advantage 0); the paper does not say whether it does.
+  D5  E6 divides by the deviation with K - 1; the release divides E1, not R - mean R, by that with K.
+  D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
+  D7  The paper's prompt for AppWorld has a worked example; this one has none: contexts are shorter.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from statistics import fmean
+from threading import Lock
+from typing import Literal
+from urllib import error, request
+
+import torch
+import transformers
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+import envs
+from envs import models, runs
+
+
+# ---------------------------------------------------------- 1. arguments
+@dataclass
+class Args:
+    # --- run
+    env: str = "apps"  # an id of `python -m envs` (appworld: D7) or yours (docs/your_world.md); append-only
+    world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds), such as reward=success
+    seed: int = 1  # of everything random in the run; 0 or more
+    iterations: int = 120  # rounds of rollouts and updates (D6; release: 200); 0: only evaluates
+    runs: str = "runs"  # folder in which the run's own folder is made
+    name: str = ""  # of the run, for the name of its folder
+    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    device: str = "cpu"  # or cuda: each process takes the GPU of its number
+    threads: int = 2  # on the CPU; take one beside other work, or to resume bit for bit
+    world_threads: int = 2  # worlds that step at the same time, while the model writes for the others
+    save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
+
+    # --- model
+    model: str = ""  # a causal LM: folder or Hugging Face name; "" takes the world's in checkpoints/ (D1)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
+    lora: bool = False  # train low-rank adapters only (needs the package peft)
+    lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
+    engine: str = ""  # http://HOST:PORT of a `vllm serve` that writes the turns; it needs --lora
+
+    # --- data
+    max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
+    tasks: int = 16  # tasks in an iteration (paper: 40)
+    rollouts: int = 6  # K, rollouts of each task (paper: 6)
+    worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations; a multiple of K
+    temperature: float = 1.0  # of sampling; log-probs are scored at the same one (paper: 1)
+    max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
+    context: int = 2048  # tokens after which a rollout is cut, at most the model's (paper: 32,000)
+    finish_all: float = 0.9  # rollouts stop when so many of those a process plays have ended ... (paper: 0.9)
+    finish_each: int = 4  # ... and so many of each task; those cut off leave their group (paper: 4)
+
+    # --- algorithm
+    level: Literal["token", "turn", "trajectory"] = "token"  # what has a ratio of its own: E3, E4, E5
+    normalise: bool = False  # E6 instead of E1 (GRPO, and LOOP RwNorm)
+    epochs: int = 2  # passes over the rollouts of an iteration (release: 2; RLOO and GRPO: 1)
+    minibatch: int = 48  # rollouts in a step (release: 32); 0 takes all (RLOO and GRPO)
+    micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
+    logit_chunk: int = 4096  # tokens whose logits are made at a time
+    clip: float = 0.2  # eps of E2 (release: 0.1)
+    lower_bound: Literal["minus", "over"] = "minus"  # of w: 1-eps (paper) or 1/(1+eps) (release)
+    min_advantage: float = 0.01  # rollouts with an advantage nearer to 0 are left out (paper: 0.01; 0: none)
+    kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept, but not with --lora
+    lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
+    anneal_lr: bool = True  # it falls to zero over the iterations (D3)
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
+
+    # --- evaluation
+    eval_every: int = 20  # iterations between evaluations
+    eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
+
+
+# ---------------------------------------------------------- 2. data: turns, trajectories, replay
+@dataclass(eq=False)  # equal to itself only, however alike two rollouts of a task are
+class Trajectory:
+    """A rollout: what the model read and wrote, token for token, and what the world made of it."""
+
+    task: int  # its number in the split
+    seed: int = 0  # of the world
+    world: object = None  # which it has to itself while it is played
+    answer: str = ""  # the world's name for the task
+    text: str = ""  # all that the world shows: prompt, action, reply, action ...
+    ids: list[int] = field(default_factory=list)  # prompt, turn, reply, turn ...; never tokenised again
+    logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
+    turns: list[range] = field(default_factory=list)  # where in the ids the sampled tokens of each turn stand
+    said: list[tuple[str, str]] = field(default_factory=list)  # action, as the world took it, and its reply
+    turn_records: list[dict] = field(default_factory=list)  # of each turn, for rollouts.jsonl
+    total: float = 0.0  # the return
+    success: bool = False
+    terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
+    cut: bool = False  # the context ended it
+    fate: str = "playing"  # then "ended", or "dropped" (a straggler), "broken" (its world): not learned from
+
+    # --- while it is played
+    turn_start: int = 0  # where in the ids the present turn begins
+    pending: Future | None = None  # what the world will say, while it is at work
+    u_T: object = ()  # random numbers, one for each token that it may write
+
+    # --- while it is learned from; log-probs are of the sampled tokens [M]
+    advantage: float | None = None  # E1 or E6; the same for all its tokens
+    old_logp_M: torch.Tensor | None = None  # by the model as it was before the first step
+    ref_logp_M: torch.Tensor | None = None  # by the model of the start (E7)
+
+
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    """Rows of numbers as one tensor [B, T], filled up on the right. A row may be empty."""
+    T = max(map(len, rows))
+    return torch.tensor([row + [0] * (T - len(row)) for row in rows])
+
+
+# ---------------------------------------------------------- 3. the maths: pure functions
+# Suffixes name the axes: B rows of a batch, R rows that a pass reads, T tokens of a row, Q those that a pass
+# reads, M sampled tokens of a rollout, N of a batch (one a row in sample_tokens), C of a chunk, K rollouts
+# of a task, P tasks, V vocabulary, H hidden, D of an attention head.
+def leave_one_out(return_K) -> torch.Tensor:
+    """E1: each return minus the mean of the others [K]; sums to zero."""
+    K = len(return_K)
+    return (return_K - return_K.mean()) * K / (K - 1)  # E1
+
+
+def normalised(return_K) -> torch.Tensor:
+    """E6: returns minus their mean, over their standard deviation [K]; 0 where all are the same."""
+    return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
+
+
+def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
+    """w of each sampled token [M]: the token's own, its turn's or the rollout's; `lengths` are the turns'."""
+    log_w_M = logp_M - old_logp_M  # E3
+    if level == "turn":
+        turns = log_w_M.split(lengths)
+        sums = [turn.sum().expand_as(turn) for turn in turns]  # E4
+        log_w_M = torch.cat(sums)
+    if level == "trajectory":
+        log_w_M = log_w_M.sum().expand_as(log_w_M)  # E5
+    return log_w_M.clamp(max=80).exp()  # beyond 88 it would be infinite, and its clipped gradient 0 * inf
+
+
+def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
+    """E2: min(w A, g(A)) [M]. g(A) is w A at the bound of w: (1+eps) A where A > 0, (1-eps) A where A < 0.
+
+    >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
+    [1.25, -2.0, 0.5, -0.75]
+    """
+    highest = 1 + clip
+    lowest = 1 - clip
+    if lower_bound == "over":
+        lowest = 1 / highest
+    bound_M = torch.where(advantage_M > 0, highest * advantage_M, lowest * advantage_M)  # E2: g(A)
+    return torch.minimum(w_M * advantage_M, bound_M)  # E2
+
+
+def kl_penalty(logp_M, ref_logp_M) -> torch.Tensor:
+    """E7: an estimate of KL(pi || pi_ref) from the tokens sampled, never negative [M]."""
+    d_M = ref_logp_M - logp_M
+    return d_M.exp() - d_M - 1  # E7
+
+
+# ---------------------------------------------------------- 4. models
+def make_model(args: Args, source: str):
+    """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
+    on_cpu = replace(args, device="cpu")
+    model = models.load(transformers.AutoModelForCausalLM, source, on_cpu)
+    dtype = getattr(torch, args.dtype)
+    for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
+        p.data = p.data.to(args.device, dtype, copy=True)
+    model.to(args.device)
+    if args.lora:
+        models.add_adapters(model, args.lora_rank)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+@contextmanager
+def recomputing(model):
+    """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
+
+    Layers do so in training mode only. They then have no cache, so rollouts need them in eval mode again.
+    The modules inside of a layer stay in eval mode: there is no dropout.
+    """
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+    yield
+    model.eval()
+
+
+class Memory:
+    """What the model has read of each rollout of a batch: keys and values, and the last hidden state [B, H].
+
+    A token's column is its position in its rollout. So rows need no padding between turns, and what padding
+    writes behind the end of a row is overwritten before anyone can see it.
+    """
+
+    def __init__(self, model, batch):
+        B = len(batch)
+        self.model = model
+        self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
+        self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
+        self.hidden_BH = torch.zeros(B, 0)
+        self.read(batch)
+
+    def keep(self, rows: list[int]) -> None:
+        """These rows and no others, in this order; a row may be named more than once."""
+        self.length_B = self.length_B[rows]
+        self.hidden_BH = self.hidden_BH[rows]
+        for layer in self.stored:  # one by one: two whole caches would not fit
+            self.stored[layer] = self.stored[layer][:, rows]
+
+    def read(self, batch) -> None:
+        """Reads what is new in every rollout, but not in those that wait for their world."""
+        pieces = []
+        lengths = self.length_B.tolist()
+        for t, length in zip(batch, lengths, strict=True):
+            piece = [] if t.pending else t.ids[length:]
+            pieces.append(piece)
+        if not any(pieces):
+            return
+
+        # the rows that are run, what is new in them, and the columns where that belongs
+        size_B = torch.tensor([len(piece) for piece in pieces])
+        Q = max(map(len, pieces))
+        rows = size_B.nonzero()[:, 0]
+        if Q == 1:  # all rows, also those with nothing new: to pick out keys of some takes longer
+            rows = slice(None)
+        size_R = size_B[rows]
+        ids_RQ = padded(pieces)[rows]
+        column_BQ = self.length_B[:, None] + torch.arange(Q)
+        column_RQ = column_BQ[rows]
+
+        cache = Pass(self.stored, rows, column_RQ)
+        visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]
+        output = self.model.base_model(
+            input_ids=ids_RQ,
+            position_ids=column_RQ,
+            attention_mask=models.mask_of(self.model, visible),  # of four axes: is taken as it is
+            past_key_values=cache,
+            use_cache=True,
+        )
+        # Each row's last new token is number size - 1 of Q; a row with nothing new keeps what it had.
+        row_R = torch.arange(len(size_R))
+        last_RH = output.last_hidden_state[row_R, size_R - 1]
+        if 0 in self.hidden_BH.shape:  # the first pass, which has all rows
+            self.hidden_BH = last_RH
+        self.hidden_BH[size_B > 0] = last_RH[size_R > 0]
+        self.length_B[rows] += size_R
+
+
+class Pass(transformers.Cache):
+    """What one forward pass takes for its cache: the keys and values of a memory, in some of its rows.
+
+    Each layer of the model calls `update` once, with what it has made of the new tokens.
+    """
+
+    def __init__(self, stored, rows, column_RQ):
+        super().__init__(layers=[])
+        self.stored = stored  # the memory's own
+        self.rows = rows  # indices or a slice
+        self.column_RQ = column_RQ  # of the new tokens
+        self.width = int(column_RQ.max()) + 1  # columns that are seen
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        """Stores new keys and values [R, heads, Q, D]; returns those of all columns [R, heads, width, D]."""
+        new = torch.stack([keys, values]).transpose(2, 3)
+        empty = new[:, :, :0]  # a memory's first pass has all rows
+        store = self.stored.get(layer, empty)
+        missing = self.width - store.shape[2]
+        if missing > 0:
+            more = missing + self.width // 4  # so that it rarely grows
+            behind = (0, 0, 0, 0, 0, more)  # two numbers each for D, heads and columns
+            store = nn.functional.pad(store, behind)
+            self.stored[layer] = store
+        row_R = torch.arange(store.shape[1])[self.rows]
+        store[:, row_R[:, None], self.column_RQ] = new
+        seen = store[:, self.rows, : self.width]
+        return seen.transpose(2, 3).unbind()
+
+
+class Engine:
+    """A server of vLLM with the model as it was, which is handed the adapters as often as they change."""
+
+    def __init__(self, args):
+        self.url = args.engine
+        self.name = ""  # of the adapters that it has
+        if self.url and not args.lora:
+            raise ValueError("--engine: it is handed adapters, not whole models: give --lora, too")
+
+    def post(self, path, **body):
+        """Its answer; ValueError if it has none, or refuses."""
+        header = {"Content-Type": "application/json"}
+        question = request.Request(self.url + path, json.dumps(body).encode(), header)
+        try:
+            with request.urlopen(question) as answer:
+                return answer.read()
+        except OSError as problem:
+            why = problem.read().decode() if isinstance(problem, error.HTTPError) else ""
+            raise ValueError(f"--engine {self.url}{path}: {problem} {why}") from problem
+
+    def take(self, model, run):
+        """Hands it the adapters in a folder of the run, under a new name.
+
+        By an old one it would go on from keys and values that old adapters made of a prompt.
+        """
+        name = f"turnrl-{time.time_ns()}"
+        if self.url and runs.rank() == 0:
+            folder = run.folder.resolve() / "engine"
+            model.save_pretrained(folder)
+            if self.name:
+                self.post("/v1/unload_lora_adapter", lora_name=self.name)
+            self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+        self.name = gathered([name])[0]  # the first one's; nobody asks before it is there
+
+    def write(self, t, end, args, greedy):
+        """The tokens of a turn up to `end`, each with its log-prob."""
+        answer = self.post(
+            "/v1/completions",
+            model=self.name,
+            prompt=t.ids,
+            max_tokens=args.max_action_tokens,
+            temperature=args.temperature * (not greedy),
+            seed=int(t.u_T[len(t.logps)] * 2**31),
+            ignore_eos=True,  # its own, which need not be what ends a turn here
+            stop_token_ids=[end],
+            logprobs=0,
+            return_token_ids=True,
+        )
+        choice = json.loads(answer)["choices"][0]
+        return zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+
+
+# ---------------------------------------------------------- 5. rollouts
+def join_others(args):
+    """Meets the other processes that torchrun has started; on GPUs each takes the one of its number."""
+    if runs.processes() == 1:
+        return
+    backend = "gloo"
+    if args.device.startswith("cuda"):
+        backend = "nccl"
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        runs.check_device(args.device)
+        torch.cuda.set_device(args.device)
+    distributed.init_process_group(backend, timeout=timedelta(days=1))  # worlds may take long
+
+
+def gathered(own):
+    """The lists of all processes put together, in the order of their numbers; tensors on the CPU."""
+    own = [item.cpu() if torch.is_tensor(item) else item for item in own]
+    if runs.processes() == 1:
+        return own
+    lists = [None] * runs.processes()
+    distributed.all_gather_object(lists, own)
+    return [item for each in lists for item in each]
+
+
+def make_worlds(args: Args, split: str) -> list:
+    """Worlds of a split; one without splits gives all its tasks."""
+    options = envs.options(args.world)
+    world = envs.make(args.env, **options)
+    if not world.append_only:
+        raise ValueError(f"--env {args.env}: its text is written anew every turn, and here it must only grow")
+    if hasattr(world, "split"):
+        options["split"] = split
+    return [envs.make(args.env, **options) for _ in range(args.worlds)]
+
+
+def listen(t: Trajectory, tokenizer, args) -> None:
+    """Takes in what the world says, waiting for it if need be.
+
+    A rollout without room for a turn ends. What the world charges for the turns left is the last one's.
+    """
+    try:
+        result = t.pending.result()
+    except (envs.WorldBroken, envs.Unavailable) as error:
+        t.fate = "broken"
+        t.text += str(error)
+        return
+    if t.ids:  # the prompt was there
+        take_reply(t, tokenizer, *result)
+    else:
+        t.text, info = result
+        t.ids += models.encode_prompt(tokenizer, t.text)
+        t.answer = info["answer"]
+    t.pending = None
+    t.turn_start = len(t.ids)
+    if t.fate == "playing" and t.turn_start + args.max_action_tokens > args.context:
+        added, t.success = envs.play_out(t.world.step)
+        t.total += added
+        if t.turns:
+            t.turn_records[-1]["reward"] += added
+        t.cut = True
+        t.fate = "ended"
+
+
+def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
+    """Takes in what a world's `step` returns; `text` is t.text, the action and its reply."""
+    turn = range(t.turn_start, len(t.ids))
+    action = info["action"]  # as the world took it
+    reply = text.removeprefix(t.text + action)
+    logp = fmean(t.logps[-len(turn) :])
+    record = {"action": action, "reply": reply, "reward": reward, "log-prob": logp}
+    t.turns.append(turn)
+    t.turn_records.append(record)
+    t.said.append((action, reply))
+    t.text = text
+    t.total += reward
+
+    end = tokenizer.eos_token_id
+    if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
+        t.ids.append(end)
+    t.ids += models.encode_reply(tokenizer, reply)
+    if terminated or truncated:
+        t.fate = "ended"
+        t.terminated = terminated
+        t.success = info["result"]["success"]
+
+
+def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
+    """Adds a token to the turn. Returns the action if the turn is over: by the end token, or cut."""
+    t.ids.append(token)
+    t.logps.append(logp)
+    turn = t.ids[t.turn_start :]
+    if token != tokenizer.eos_token_id and len(turn) < max_tokens:
+        return None
+    return tokenizer.decode(turn, skip_special_tokens=True)
+
+
+def sample_tokens(logits_NV, u_N, greedy):
+    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds u
+        total_NV = logp_NV.exp().cumsum(-1)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
+def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=False):
+    """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory of each.
+
+    `seeds` are the worlds', `draws` those of what is sampled.
+    """
+    u_NT = models.uniform(models.streams(draws), args.context).numpy()  # a list would be eight times as large
+    n = len(worlds)
+    played = []
+    for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
+        t = Trajectory(task, seed, worlds[i % n], u_T=u_NT[i])
+        if i * runs.processes() // len(tasks) == runs.rank():  # neighbours, as their prompt is one
+            played.append(t)
+    play = play_by_engine if args.engine else play_together
+    for i in range(0, len(played), n):
+        play(model, played[i : i + n], args, greedy, may_drop)
+    for t in played:  # the others have no use for these, and some cannot be sent
+        t.world = t.pending = None
+        t.u_T = ()
+    return gathered(played)
+
+
+def start(played, pool, tokenizer, args) -> None:
+    """Starts each rollout's world and takes in the prompts; WorldBroken if no world starts."""
+    for t in played:
+        t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
+    for t in played:
+        listen(t, tokenizer, args)
+    if all(t.fate == "broken" for t in played):
+        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
+
+
+@torch.no_grad()
+def play_together(model, played, args, greedy, may_drop) -> None:
+    """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
+
+    Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
+    together: a moment counted in rows, so that threads do not change the outcome.
+    """
+    tokenizer = model.tokenizer
+    with ThreadPoolExecutor(args.world_threads) as pool:
+        start(played, pool, tokenizer, args)
+        batch = [t for t in played if t.fate == "playing"]
+        memory = read_prompts(model, batch)
+
+        while batch:  # row b of the memory is that of batch[b]
+            # 1. one token for all that write
+            logits_BV = models.logits_of(model, memory.hidden_BH).float() / args.temperature
+            u_B = torch.tensor([t.u_T[len(t.logps)] for t in batch])
+            token_B, logp_B = sample_tokens(logits_BV, u_B, greedy)
+            sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
+            for t, token, logp in sampled:
+                if t.pending:
+                    continue
+                action = write(t, token, logp, tokenizer, args.max_action_tokens)
+                if action is not None:
+                    t.pending = pool.submit(t.world.step, action)
+            memory.read(batch)
+
+            # 2. the replies; those that have ended leave the batch
+            waiting = [t for t in batch if t.pending]
+            if 4 * len(waiting) < len(batch):
+                continue
+            for t in waiting:
+                listen(t, tokenizer, args)
+            if may_drop and has_enough(played, args.finish_all, args.finish_each):
+                break
+            rows = [b for b, t in enumerate(batch) if t.fate == "playing"]
+            if len(rows) < len(batch):
+                batch = [batch[b] for b in rows]
+                memory.keep(rows)
+            memory.read(batch)
+    for t in played:
+        if t.fate == "playing":
+            t.fate = "dropped"
+
+
+def play_by_engine(model, played, args, greedy, may_drop) -> None:
+    """The same with turns that the engine writes: each rollout has a thread, which waits for it."""
+    tokenizer = model.tokenizer
+    lock = Lock()  # a tokenizer serves one thread at a time
+
+    def play(t):
+        while t.fate == "playing":
+            if may_drop and has_enough(played, args.finish_all, args.finish_each):
+                t.fate = "dropped"
+                break
+            written = model.engine.write(t, tokenizer.eos_token_id, args, greedy)
+            with lock:
+                for token, logp in written:
+                    action = write(t, token, logp, tokenizer, args.max_action_tokens)
+            t.pending = pool.submit(t.world.step, action)
+            wait([t.pending])
+            with lock:
+                listen(t, tokenizer, args)
+
+    with ThreadPoolExecutor(args.world_threads) as pool, ThreadPoolExecutor(len(played)) as players:
+        start(played, pool, tokenizer, args)
+        list(players.map(play, played))  # raises what went wrong in a thread
+
+
+def probe_memory(model) -> None:
+    """Raises ValueError for a model that the rollouts read otherwise than it reads by itself."""
+    ids_BT = models.probe_ids(model)
+    *ids, last = ids_BT[0].tolist()
+    t = Trajectory(0, ids=ids)
+
+    def write():
+        memory = Memory(model, [t, t])
+        memory.keep([0])
+        t.ids.append(last)
+        memory.read([t])
+        return memory.hidden_BH
+
+    models.compare(model, ids_BT, write, "what is written")
+
+
+def read_prompts(model, batch) -> Memory:
+    """A memory with a row for each rollout. A prompt is read once, however many rollouts begin with it."""
+    different = {t.text: t for t in batch}
+    memory = Memory(model, list(different.values()))
+    prompts = list(different)
+    memory.keep([prompts.index(t.text) for t in batch])
+    return memory
+
+
+def has_enough(played, finish_all, finish_each) -> bool:
+    """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
+    whole = [t for t in played if t.fate != "broken"]  # a broken one is not waited for
+    number = Counter(t.task for t in whole)
+    ended = Counter(t.task for t in whole if t.fate == "ended")
+    of_each = all(ended[task] >= min(finish_each, number[task]) for task in number)
+    return of_each and ended.total() >= finish_all * len(whole)
+
+
+# ---------------------------------------------------------- 6. updates
+def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
+    """Sets the advantage of all rollouts that ended, where a task has two of these; returns them.
+
+    The K rollouts of a task are neighbours.
+    """
+    if K < 2:
+        raise ValueError(f"--rollouts {K}: a rollout is judged by the others of its task, so it takes two")
+    judged = []
+    for i in range(0, len(played), K):
+        neighbours = played[i : i + K]
+        group = [t for t in neighbours if t.fate == "ended" and t.turns]
+        if len(group) < 2:
+            continue
+        returns = [t.total for t in group]
+        return_K = torch.tensor(returns, dtype=torch.float64)  # in float32 equals may differ from their mean
+        advantage_K = leave_one_out(return_K)
+        if normalise:
+            advantage_K = normalised(return_K)
+        for k, t in enumerate(group):
+            t.advantage = advantage_K[k].item()
+        judged += group
+    return judged
+
+
+def states_before_sampled(model, batch):
+    """The hidden states from which the sampled tokens are predicted [N, H], and these tokens [N].
+
+    Rows are padded behind their end, which no causal model can see.
+    """
+    rows = [t.ids[: t.turns[-1].stop] for t in batch]  # what the world said last is answered by nobody
+    ids_BT = padded(rows)
+    is_sampled_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    for b, t in enumerate(batch):
+        for turn in t.turns:
+            is_sampled_BT[b, turn.start : turn.stop] = True
+    with recomputing(model):
+        output = model.base_model(input_ids=ids_BT, use_cache=False)
+    is_before_BT = is_sampled_BT.roll(-1, dims=1)  # a token is predicted from the position before it
+    return output.last_hidden_state[is_before_BT], ids_BT[is_sampled_BT]
+
+
+def token_logps(head, hidden_CH, token_C, temperature) -> torch.Tensor:
+    """Log-probs of tokens [C], at the temperature of sampling."""
+    logits_CV = head(hidden_CH).float() / temperature
+    return -nn.functional.cross_entropy(logits_CV, token_C, reduction="none")
+
+
+def score(model, trajectories, args):
+    """Yields micro-batches of about one length: pairs of a rollout and its sampled tokens' log-probs [M].
+
+    Those of this process alone; so all have about as many rollouts, and of about the same lengths.
+
+    Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
+    the backward pass: [B, T, V] never exists.
+    """
+    if args.micro_batch < 1:
+        raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
+    by_length = sorted(trajectories, key=lambda t: len(t.ids))[runs.rank() :: runs.processes()]
+    head = partial(models.logits_of, model)
+    chunk_logps = token_logps
+    if args.gradient_checkpointing:
+        chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
+    for i in range(0, len(by_length), args.micro_batch):
+        batch = by_length[i : i + args.micro_batch]
+        hidden_NH, token_N = states_before_sampled(model, batch)
+        hidden = hidden_NH.split(args.logit_chunk)
+        tokens = token_N.split(args.logit_chunk)
+        logps = []
+        for hidden_CH, token_C in zip(hidden, tokens, strict=True):
+            logp_C = chunk_logps(head, hidden_CH, token_C, args.temperature)
+            logps.append(logp_C)
+        sizes = [len(t.logps) for t in batch]
+        logps_of_rollouts = torch.cat(logps).split(sizes)
+        yield zip(batch, logps_of_rollouts, strict=True)
+
+
+@torch.no_grad()
+def read_old(model, trajectories, args) -> None:
+    """Sets the old log-probs of rollouts: those by the model as it is before the first step."""
+    for pairs in score(model, trajectories, args):
+        for t, logp_M in pairs:
+            t.old_logp_M = logp_M
+
+
+@torch.no_grad()
+def read_ref(model, ref_model, trajectories, args) -> None:
+    """Sets the log-probs by the model of the start (E7); with LoRA that is `model` without its adapters."""
+    if ref_model is None:
+        model.disable_adapters()
+    for pairs in score(ref_model or model, trajectories, args):
+        for t, logp_M in pairs:
+            t.ref_logp_M = logp_M
+    if ref_model is None:
+        model.enable_adapters()
+
+
+def exchange(trajectories, name):
+    """Log-probs that one process has set under this name become known to all."""
+    own = []
+    for i, t in enumerate(trajectories):
+        logp_M = getattr(t, name)
+        if logp_M is not None:
+            own.append((i, logp_M.tolist()))
+    for i, logps in gathered(own):
+        setattr(trajectories[i], name, torch.tensor(logps))
+
+
+def sum_gradients(optimizer):
+    """Adds to the gradients of what is trained those of the other processes."""
+    parameters = optimizer.param_groups[0]["params"]
+    own = [i for i, p in enumerate(parameters) if p.grad is not None]
+    for i in sorted(set(gathered(own))):  # not where nobody has one; a process without rollouts has none
+        p = parameters[i]
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if runs.processes() > 1:
+            distributed.all_reduce(p.grad)
+
+
+def rollout_loss(t: Trajectory, logp_M, args):
+    """-E2, and E7 if asked for, as the mean over a rollout's tokens; and what is logged of it, as a dict."""
+    advantage = torch.tensor(t.advantage)
+    lengths = [len(turn) for turn in t.turns]
+    w_M = ratios(logp_M, t.old_logp_M, lengths, args.level)
+    gain_M = surrogate(w_M, advantage, args.clip, args.lower_bound)
+    is_clipped_M = gain_M < w_M * advantage
+    log_w_M = w_M.clamp(min=1e-35).log()  # a w of 0 has none
+    gap_M = t.old_logp_M - torch.tensor(t.logps)
+    gap = models.gap_of(gap_M, args.dtype)
+    models.check_gap(gap, args.dtype)
+    figures = {
+        "update/ratio": w_M.max().item(),
+        "update/spread": log_w_M.square().mean().item(),  # `update` takes the root
+        "update/clipped": is_clipped_M.float().mean().item(),
+        "update/sampler_gap": gap,
+    }
+    if args.kl:
+        penalty_M = kl_penalty(logp_M, t.ref_logp_M)
+        figures["update/kl"] = penalty_M.mean().item()
+        gain_M = gain_M - args.kl * penalty_M
+    return -gain_M.mean(), figures
+
+
+def step(model, optimizer, minibatch, size, args):
+    """One step of the optimiser on a minibatch, `size` being that of a full one. Returns what is logged.
+
+    That is a dict for each rollout, and one for the step.
+    """
+    optimizer.zero_grad()
+    figures = []
+    log_ratios = []
+    for pairs in score(model, minibatch, args):
+        loss = torch.zeros(())
+        for t, logp_M in pairs:
+            if t.old_logp_M is None:  # in the first step
+                t.old_logp_M = logp_M.detach()
+            loss_of_t, figures_of_t = rollout_loss(t, logp_M, args)
+            loss = loss + loss_of_t / size
+            figures.append(figures_of_t)
+            log_w_M = logp_M - t.old_logp_M
+            log_ratios.append(log_w_M.sum().item())
+        loss.backward()
+    sum_gradients(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
+    optimizer.step()
+    log_ratios = gathered(log_ratios)
+    return gathered(figures), {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm.item()}
+
+
+def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
+    """Some epochs of steps with the rollouts of an iteration that have an advantage; returns figures."""
+    kept = [t for t in judged if abs(t.advantage) >= args.min_advantage]
+    if not kept:
+        return {"update/filtered": 1.0}
+    size = args.minibatch or len(kept)
+    minibatches = []
+    for _ in range(args.epochs):
+        order = rng.permutation(len(kept))  # without regard to tasks
+        shuffled = [kept[i] for i in order]
+        for i in range(0, len(kept), size):
+            minibatches.append(shuffled[i : i + size])
+
+    # Old log-probs come from `score`, not from the sampler (App. D). Those of the first minibatch stay None
+    # here: its step, before which nothing has changed, takes its own.
+    first = minibatches[0]
+    for t in first:
+        t.old_logp_M = None
+    read_old(model, [t for t in kept if t not in first], args)
+    if args.kl:
+        read_ref(model, ref_model, kept, args)  # D4
+        exchange(kept, "ref_logp_M")
+
+    of_rollouts = []
+    of_steps = []
+    for minibatch in minibatches:  # the last of an epoch may be smaller: it weighs less
+        figures, of_step = step(model, optimizer, minibatch, size, args)
+        if minibatch is first:  # now each has been read, by one process or another
+            exchange(kept, "old_logp_M")
+        of_rollouts += figures
+        of_steps.append(of_step)
+    metrics = runs.means(of_rollouts) | runs.means(of_steps)
+    for tag in ("update/ratio", "update/sampler_gap"):
+        metrics[tag] = max(figures[tag] for figures in of_rollouts)
+    metrics["update/spread"] **= 0.5
+    metrics["update/filtered"] = 1 - len(kept) / len(judged)
+    return metrics
+
+
+# ---------------------------------------------------------- 7. evaluation
+def named(tag: str, figures: dict[str, float]) -> dict[str, float]:
+    """Figures by the names that `tag` makes: "habit/{}" gives habit/no_op."""
+    return {tag.format(name): figure for name, figure in figures.items()}
+
+
+def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
+    """Figures of every task of a split, with sampled and with greedy turns."""
+    worlds = make_worlds(args, split)
+    sampled = play_all(model, worlds, args, greedy=False)
+    greedy = play_all(model, worlds, args, greedy=True)
+    for world in worlds:
+        world.close()
+    return named(tag, sampled) | named(f"{tag}_greedy", greedy)
+
+
+def play_all(model, worlds, args, greedy: bool) -> dict:
+    """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
+    tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
+    played = rollout(model, worlds, tasks, tasks, tasks, args, greedy)  # a task's number is its seed
+    solved = {t.task: t.success for t in played}
+    metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
+    metrics["cut"] = fmean(t.cut for t in played)
+    if hasattr(worlds[0], "goals"):
+        metrics |= worlds[0].goals(solved)
+    return metrics
+
+
+def average(values) -> float:
+    """Their mean; 0 if there are none."""
+    return fmean(values or [0.0])
+
+
+def behaviour(played, world) -> dict:
+    """Figures of an iteration's rollouts, and the habits that the world counts."""
+    ended = [t for t in played if t.fate == "ended"]  # of the others the return is not known
+    metrics = {
+        "rollout/return": average([t.total for t in ended]),
+        "rollout/success": average([t.success for t in ended]),
+        "rollout/truncated": average([not t.terminated for t in ended]),
+        "rollout/cut": average([t.cut for t in ended]),
+        "rollout/length": average([len(t.said) for t in played]),
+        "rollout/tokens": average([len(t.logps) for t in played]),
+        "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
+        "rollout/dropped": average([t.fate == "dropped" for t in played]),
+        "rollout/broken": average([t.fate == "broken" for t in played]),
+    }
+    if hasattr(world, "habits"):
+        habits = world.habits([t.said for t in played])
+        metrics |= named("habit/{}", habits)
+    return metrics
+
+
+def sample_of(t: Trajectory, iteration) -> dict:
+    """A rollout as rollouts.jsonl has it."""
+    return {
+        "iteration": iteration,
+        "answer": t.answer,
+        "return": t.total,
+        "success": t.success,
+        "fate": t.fate,
+        "text": t.text,
+        "turns": t.turn_records,
+    }
+
+
+# ---------------------------------------------------------- 8. training
+def main(args: Args) -> dict:
+    """Iterations of rollouts and updates; returns what it writes to summary.json."""
+    join_others(args)
+    run = runs.Run(args, "loop_ppo_multigpu")
+    worlds = make_worlds(args, "train")
+    world = worlds[0]
+    difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
+    trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
+
+    # --- all that learns, as it starts
+    source = args.model or models.checkpoint_of(world)  # D1
+    model = make_model(args, source)
+    ref_model = None
+    if args.kl and not args.lora:
+        ref_model = make_model(args, source)
+    args.context = min(args.context, model.context)
+    device = None if args.device == "cpu" else args.device  # the CPU is it anyhow; saying so slows all down
+    torch.set_default_device(device)
+    probe_memory(model)
+    model.engine = Engine(args)
+    parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+    optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's
+
+    # --- a new run, or one that goes on
+    run.start({"parameters": parameters, "optimizer": optimizer}, episodes=0)
+    model.engine.take(model, run)
+    shown = "return|success$|no_op|filtered"
+    if not args.resume:
+        run.log(evaluate(model, args, "dev", "eval/{}"), shown)
+
+    for iteration in run.iterations(args.iterations):
+        # 1. K rollouts of some tasks, all of a task from one seed
+        began = time.time()
+        K = args.rollouts
+        is_short = len(trained_on) < args.tasks
+        task_P = run.rng.choice(trained_on, args.tasks, replace=is_short)
+        seed_P = run.rng.integers(2**31, size=args.tasks)
+        tasks = task_P.repeat(K).tolist()
+        seeds = seed_P.repeat(K).tolist()
+        draws = run.rng.integers(2**63, size=len(tasks))
+        played = rollout(model, worlds, tasks, seeds, draws, args, may_drop=True)
+        rolled = time.time()
+
+        # 2. their advantages, and some steps
+        lr = args.lr
+        if args.anneal_lr:
+            lr *= 1 - (iteration - 1) / args.iterations  # D3
+        optimizer.param_groups[0]["lr"] = lr
+        judged = set_advantages(played, K, args.normalise)
+        metrics = behaviour(played, world)
+        metrics |= update(model, optimizer, judged, args, run.rng, ref_model)
+        model.engine.take(model, run)
+
+        # 3. the books
+        run.state["episodes"] += len(played)
+        metrics["time/rollout"] = rolled - began
+        metrics["time/update"] = time.time() - rolled
+        written = sum(len(t.logps) for t in played)
+        metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
+        if run.is_due(args.eval_every):
+            metrics |= evaluate(model, args, "dev", "eval/{}")
+        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and what is odd
+        samples = [sample_of(t, iteration) for t in told]
+        run.log(metrics, shown, samples)
+        run.stopped = any(gathered([run.asked]))  # all stop after the same iteration
+        if run.is_due(args.save_every) or run.stopped:
+            run.save({"actor": model})
+
+    tests = {}
+    if hasattr(world, "split") and not run.stopped:
+        tests |= evaluate(model, args, "test-normal", "test_normal_{}")
+        tests |= evaluate(model, args, "test-challenge", "test_challenge_{}")
+    for each in worlds:
+        each.close()
+    if runs.processes() > 1:
+        distributed.destroy_process_group()
+    return run.finish(**tests)
+
+
+if __name__ == "__main__":
+    runs.cli(Args, main)
