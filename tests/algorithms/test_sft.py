@@ -1003,7 +1003,7 @@ def test_learns_twenty_questions(tmp_path, seed):
 
 @pytest.mark.external
 def test_with_lora_only_adapters_learn(tmp_path, trained):
-    """What is saved gives the same logits twice: merged, by transformers alone, and as an adapter, by peft."""
+    """What is saved gives the same logits twice: merged, by transformers, and as an adapter, by peft."""
     peft = pytest.importorskip("peft", reason="needs the package peft")
     start = trained[1] / "actor"
     options = {"model": str(start), "lora": True, "lora_rank": 4, "lr": 1e-2, "save_every": 3}
