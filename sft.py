@@ -20,7 +20,7 @@ Differs from the paper; in brackets the switch (docs/sft.md has the reasons):
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -29,7 +29,6 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import envs.datasets
 from envs import models, runs
@@ -58,6 +57,10 @@ class Args:
     vocabulary: int = 4000  # of its tokens, at most: words, numbers, pieces of words, bytes
     phrases: int = 0  # beyond these, whole lines of one token each, the most frequent ones
     context: int = 2048  # tokens of a dialogue, at most
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
+    lora: bool = False  # train low-rank adapters only (needs the package peft)
+    lora_rank: int = 16  # of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
 
     # --- data
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
@@ -72,7 +75,7 @@ class Args:
     reply_weight: float = 1.0  # of a reply's token in the loss (D3; 0: none); one of the agent's has 1
     epochs: int = 3  # passes over the dialogues
     batch: int = 16  # dialogues in an update (paper, Table 3: 32)
-    micro_batch: int = 0  # of these, how many are in memory at a time, activations being recomputed; 0: all
+    micro_batch: int = 0  # of these, how many are in a forward pass; 0: all
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon moves the matrices of the layers (D6)
     lr: float = 3e-3  # its peak (paper, Table 3: 2e-4; Filtered BC 3e-4 or 3e-5)
     warm_up: int = 50  # updates in which it rises to the peak (0: none); then it falls to zero, both linearly
@@ -91,7 +94,8 @@ def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from, of a file or of the world's player, or the best of them."""
     if args.dataset:
         dialogues, notes = envs.datasets.read_dialogues(args.dataset, world.append_only)
-        print("".join(f"{note}\n" for note in notes), end="")
+        for note in notes:
+            print(note)
     else:
         seed = args.seed + args.fresh * epoch
         dialogues = world.demonstrations(args.demonstrations, seed)
@@ -143,8 +147,6 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
 
 def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: float) -> list[Row]:
     """The rows of all dialogues that fit, but for those rows in which there is nothing to learn."""
-    if reply_weight < 0:
-        raise ValueError(f"--reply-weight {reply_weight}: it must be at least 0")
     fitting = []
     too_long = 0
     for dialogue in dialogues:
@@ -208,14 +210,6 @@ def imagine(dialogues: list[dict], n: int, rng) -> list[dict]:
     return made
 
 
-def words_of(tokenizer) -> np.ndarray:
-    """Ids of the tokens that begin with the mark of a word, SentencePiece's or GPT-2's."""
-    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    is_word = re.compile(r"[\u2581\u0120]\w+").fullmatch
-    words = [i for i, name in enumerate(names) if is_word(name)]
-    return np.array(words)
-
-
 def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
     """D2: the row with 30 % of the words that its actions copy replaced throughout by words not in it."""
     ids, kinds = row.numpy().T
@@ -242,7 +236,7 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
     n = round(args.imaginary * len(dialogues) * epochs_left / args.epochs)
     dialogues = dialogues + imagine(dialogues, n, rng)
     rows = rows_to_learn(dialogues, tokenizer, args.context, args.reply_weight)
-    words = words_of(tokenizer)
+    words = np.array(models.words_of(tokenizer))
     for i, row in enumerate(rows):
         if rng.random() < args.exchanged:
             rows[i] = exchange_words(row, words, rng)
@@ -251,8 +245,6 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
 
 def in_parts(rows: list[Row], size: int) -> list[list[Row]]:
     """The rows in lists of `size`; the last one may be shorter."""
-    if size < 1:
-        raise ValueError("--batch must be at least 1, and --micro-batch at least 0")
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
@@ -269,13 +261,13 @@ def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B rows of a batch, T tokens, M all tokens of a batch to learn, V the vocabulary.
-def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor:
-    """E1: the weighted mean of -log pi, in nats a token.
+def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor, total) -> torch.Tensor:
+    """E1, in nats a token: of all tokens, or the share of some in it, `total` being the sum of all weights.
 
-    >>> imitation_loss(torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0])).item()
+    >>> imitation_loss(torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0]), 2.0).item()
     2.0
     """
-    return -(logp_M * weight_M).sum() / weight_M.sum()  # E1
+    return -(logp_M * weight_M).sum() / total  # E1
 
 
 def lr_share(step: int, progress: float, warm_up: int) -> float:
@@ -355,7 +347,7 @@ def make_tiny(dialogues: list[dict], args: Args):
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.tokenizer = tokenizer
     model.context = args.context
-    return model.to(args.device).eval()
+    return model.eval()
 
 
 def set_generation(model, max_action_tokens: int) -> None:
@@ -386,31 +378,15 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     padded_BT2 = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     padded_BT2 = padded_BT2.long().to(model.device)
     ids_BT, kind_BT = padded_BT2.unbind(-1)
-    next_ids_BT = ids_BT[:, 1:]
     next_kind_BT = kind_BT[:, 1:]
     is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
-    hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    hidden_MH = hidden_BTH[:, :-1][is_learned_BT]
+    output = model.base_model(input_ids=ids_BT, use_cache=False)
+    hidden_MH = output.last_hidden_state[:, :-1][is_learned_BT]
     logits_MV = models.logits_of(model, hidden_MH)  # [B, T, V] would be large
-    target_M = next_ids_BT[is_learned_BT]
-    nll_M = nn.functional.cross_entropy(logits_MV, target_M, reduction="none")
+    precise = torch.promote_types(logits_MV.dtype, torch.float32)
+    target_M = ids_BT[:, 1:][is_learned_BT]
+    nll_M = nn.functional.cross_entropy(logits_MV.to(precise), target_M, reduction="none")
     return -nll_M, next_kind_BT[is_learned_BT]
-
-
-def score_in_parts(model, rows: list[Row], micro_batch: int) -> tuple:
-    """`score`, with the activations of `micro_batch` rows in memory at a time; 0: of all.
-
-    The backward pass recomputes them, part by part.
-    """
-    if micro_batch == 0:
-        return score(model, rows)
-    logps = []
-    kinds = []
-    for part in in_parts(rows, micro_batch):
-        logp_M, kind_M = checkpoint(score, model, part, use_reentrant=False)
-        logps.append(logp_M)
-        kinds.append(kind_M)
-    return torch.cat(logps), torch.cat(kinds)
 
 
 # ---------------------------------------------------------- 6. updates
@@ -433,20 +409,27 @@ def make_optimizers(model, kind: str, lr: float) -> list:
 
 
 def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: float) -> dict:
-    """One step on E1; returns what is logged of it."""
-    logp_M, kind_M = score_in_parts(model, rows, micro_batch)
-    weight_M = torch.where(kind_M == ACTION, 1.0, reply_weight)
-    loss = imitation_loss(logp_M, weight_M)
+    """One step on E1, with `micro_batch` rows in memory at a time (0: all); returns what is logged of it."""
+    kind_M = torch.cat([row[1:, 1] for row in rows])
+    total = (kind_M == ACTION).sum() + reply_weight * (kind_M == REPLY).sum()
+    losses = []
+    learned = []
     model.zero_grad()
-    loss.backward()
+    for part in in_parts(rows, micro_batch or len(rows)):
+        logp_M, kind_M = score(model, part)
+        weight_M = torch.where(kind_M == ACTION, 1.0, reply_weight)
+        loss = imitation_loss(logp_M, weight_M, total)
+        loss.backward()
+        losses.append(loss.item())
+        learned.append(torch.stack([-logp_M.detach(), kind_M]))
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the model diverged (loss {loss:.3g}, gradient {norm:.3g}): lower --lr")
+    if not torch.isfinite(norm):
+        raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
     for optimizer in optimizers:
         optimizer.step()
-    nll_M = -logp_M.detach()
+    nll_M, kind_M = torch.cat(learned, 1)
     return {  # nan where a batch has no token of a kind
-        "train/loss": loss.item(),
+        "train/loss": sum(losses),
         "train/lr": optimizers[0].param_groups[0]["lr"],
         "train/nll_actions": nll_M[kind_M == ACTION].mean().item(),
         "train/nll_replies": nll_M[kind_M == REPLY].mean().item(),
@@ -494,8 +477,6 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
 def main(args: Args) -> dict[str, float]:
     """Drills, then dialogues, update by update, then an evaluation; returns what is in summary.json."""
     run = runs.Run(args, "sft")
-    if args.epochs < 1:
-        raise ValueError(f"--epochs {args.epochs}: it must be at least 1")
 
     # --- the dialogues, and all that learns, as it starts
     options = envs.options(args.world)
@@ -505,15 +486,17 @@ def main(args: Args) -> dict[str, float]:
         dialogues = read(world, args, 0)
         model = make_tiny(dialogues, args)
     else:  # loaded first, as that may fail, and dialogues may take minutes to make
-        model = models.load(transformers.AutoModelForCausalLM, args.model, args)
+        on_cpu = replace(args, device="cpu")
+        model = models.load(transformers.AutoModelForCausalLM, args.model, on_cpu)
         args.context = min(args.context, model.context)
         dialogues = read(world, args, 0)
+    models.prepare(model, args)
     tokenizer = model.tokenizer
     set_generation(model, args.max_action_tokens)
     probe_score(model)
     optimizers = make_optimizers(model, args.optimizer, args.lr)
     modules = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
-    modules["model"] = model
+    modules["model"] = models.learned(model)
 
     # --- a new run, or one that goes on: `batch` batches are done of `epoch`, which began with `rng`
     position = {"epoch": 0, "batch": 0, "rng": run.rng.bit_generator.state}
@@ -562,7 +545,7 @@ def main(args: Args) -> dict[str, float]:
                     metrics |= envs.summarise(sampled, "eval/{}")
                     samples = sampled[:8]
                 run.log(metrics, "", samples)
-                run.save({"actor": model})
+                run.save(models.to_save("actor", model))
                 logs = []
         if run.stopped:
             break

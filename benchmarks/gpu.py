@@ -136,10 +136,10 @@ def loop_step(device: str, dtype: str) -> dict:
 
 
 def sft_step(device: str, dtype: str) -> dict:
-    """One update; sft.py has float32 only."""
-    if dtype != "float32":
-        return {}
-    model = load(sft.Args(device=device))
+    """One update."""
+    args = sft.Args(device=device, dtype=dtype)
+    model = load(args)
+    models.prepare(model, args)
     rows = []
     for dialogue in dialogues():
         rows += sft.rows_of(dialogue, model.tokenizer, model.context)

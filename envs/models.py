@@ -116,23 +116,17 @@ def load_actor(source: str, args):
 
     With --lora its own weights are frozen in --dtype, and low-rank adapters learn in float32.
     """
-    import torch
     import transformers
 
     auto = transformers.AutoModelForCausalLM
-    if not args.lora:
-        model = load(auto, source, args)
-    else:
+    if args.lora:
         model = load(auto, source, replace(args, device="cpu"))  # in float32 it may not fit on the device
-        dtype = getattr(torch, args.dtype)
-        for p in model.parameters():
-            # Not the buffers: in bfloat16 the angles of far positions are radians off.
-            p.data = p.data.to(args.device, dtype, copy=True)
-        model.to(args.device)
-        add_adapters(model, args.lora_rank)
+        prepare(model, args)
+    else:
+        model = load(auto, source, args)
+        if args.gradient_checkpointing:
+            checkpoint_activations(model)
     probe(model)
-    if args.gradient_checkpointing:
-        checkpoint_activations(model)
     return model
 
 
@@ -173,6 +167,20 @@ def add_adapters(model, rank: int) -> None:
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()  # in bfloat16 a step of 5e-5 would vanish
+
+
+def prepare(model, args) -> None:
+    """Makes a model what --dtype, --lora, --gradient-checkpointing and --device say, to be trained."""
+    import torch
+
+    dtype = getattr(torch, args.dtype)
+    for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
+        p.data = p.data.to(args.device, dtype, copy=True)
+    model.to(args.device)
+    if args.lora:
+        add_adapters(model, args.lora_rank)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
 
 
 def learned(model):
@@ -328,6 +336,13 @@ def encode_reply(tokenizer, text: str) -> list[int]:
     """Token ids from behind the end of a turn up to the next one. The list is shared: do not change it."""
     pieces = chat_pieces(tokenizer)
     return encode_between(tokenizer, pieces.to_prompt, text, pieces.to_reply)
+
+
+def words_of(tokenizer) -> list[int]:
+    """Ids of the tokens that begin with the mark of a word, SentencePiece's or GPT-2's."""
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    is_word = re.compile(r"[\u2581\u0120]\w+").fullmatch
+    return [i for i, name in enumerate(names) if is_word(name)]
 
 
 def encode_between(tokenizer, before: str, text: str, after: str) -> list[int]:

