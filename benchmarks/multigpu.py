@@ -186,9 +186,10 @@ def apart(run: Path, other: Path) -> float:
 
 
 # ---------------------------------------------------------- 2. seconds
-TIMED = {  # half of what an iteration has by default
-    "archer": ["--rollouts", "32", "--critic-pool", "64", "--critic-updates", "15", "--actor-updates", "2"],
-    "loop_ppo": ["--tasks", "8", "--world-threads", "1", "--max-difficulty", "1"],
+SUBSET = ["--env", "twenty-questions-subset", "--max-action-tokens", "2", "--eval-every", "0"]
+TIMED = {
+    "archer": ["--warmup", "0", "--rollouts", "16", "--critic-updates", "8", "--actor-updates", "2"],
+    "loop_ppo": ["--tasks", "4", "--world-threads", "1"],
 }
 
 
@@ -199,18 +200,8 @@ def seconds(script: str, processes: int, iterations: int) -> list[float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         name = f"{script}_multigpu.py" if processes > 1 else f"{script}.py"
-        options = [
-            *TIMED[script],
-            "--threads",
-            "1",
-            "--eval-every",
-            "0",
-            "--eval-episodes",
-            "2",
-            "--runs",
-            folder,
-        ]
-        options += ["--iterations", str(2 + iterations)] + ["--warmup", "0"] * (script == "archer")
+        options = [*SUBSET, *TIMED[script], "--threads", "1", "--eval-episodes", "2", "--runs", folder]
+        options += ["--iterations", str(2 + iterations)]
         start([*command_of(ROOT / name, processes), *options])
         (run,) = Path(folder).iterdir()
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

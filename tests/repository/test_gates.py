@@ -713,6 +713,7 @@ def test_rambling_is_charged_for(script, checkpoint, tmp_path):
 HOW_TO_RUN = [
     ("bash benchmarks/gpu.sh", "cpu", ""),
     ("python benchmarks/apps.py", "--turns 20 --worlds 1", ""),
+    ("python benchmarks/multigpu.py --time", "--repeats 1 --iterations 1", ""),
     ("python benchmarks/compare.py", "--quick --worlds twenty-questions-subset", ""),
     ("python benchmarks/variants.py", "--iterations 1 --rollouts 4 --critic-updates 1 --eval-episodes 2", ""),
     ("python benchmarks/loop_speed.py", "--repeats 1 --widths 32 --vocabularies 512 --turns 2", ""),
