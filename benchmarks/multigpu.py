@@ -85,6 +85,7 @@ def run_jobs(path: Path) -> None:
         name = f"{script}_multigpu" if runs.processes() > 1 else script
         module = importlib.import_module(name)
         module.main(module.Args(**WORLD | SMALL[script] | options))
+    runs.leave()
 
 
 def command_of(script: Path, processes: int) -> list[str]:

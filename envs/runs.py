@@ -45,10 +45,23 @@ def cli(kind: type, main: Callable) -> None:
             if args.runs != saved.runs:
                 raise ValueError(f"--runs {args.runs}: a run that goes on stays in its folder, {args.resume}")
         main(args)
+        leave()
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
         stop(f"disk full: {error}" if getattr(error, "errno", None) in FULL else error)
     except KeyboardInterrupt:
         stop("stopped before there was anything to save")
+
+
+def leave() -> None:
+    """Ends a process that worked with others at once.
+
+    Threads of torch.distributed may still let go of tensors, for which they need the interpreter: if it is
+    ending by then, they abort, and torchrun takes a run that is done for one that has failed.
+    """
+    if processes() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def stop(reason: object) -> None:
