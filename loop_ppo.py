@@ -29,7 +29,6 @@ Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the rea
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -186,30 +185,10 @@ def kl_penalty(logp_M, ref_logp_M) -> torch.Tensor:
 # ---------------------------------------------------------- 4. models
 def make_model(args: Args, source: str):
     """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
-    on_cpu = replace(args, device="cpu")
+    on_cpu = replace(args, device="cpu")  # in float32 it may not fit on the device
     model = models.load(transformers.AutoModelForCausalLM, source, on_cpu)
-    dtype = getattr(torch, args.dtype)
-    for p in model.parameters():  # not the buffers: in bfloat16 the angles of far positions are radians off
-        p.data = p.data.to(args.device, dtype, copy=True)
-    model.to(args.device)
-    if args.lora:
-        models.add_adapters(model, args.lora_rank)
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+    models.prepare(model, args)
     return model
-
-
-@contextmanager
-def recomputing(model):
-    """With --gradient-checkpointing a pass in this context stores little: backward computes the rest again.
-
-    Layers do so in training mode only. They then have no cache, so rollouts need them in eval mode again.
-    The modules inside of a layer stay in eval mode: there is no dropout.
-    """
-    for module in model.modules():
-        module.training = getattr(module, "gradient_checkpointing", False)
-    yield
-    model.eval()
 
 
 class Memory:
@@ -531,8 +510,7 @@ def states_before_sampled(model, batch):
     for b, t in enumerate(batch):
         for turn in t.turns:
             is_sampled_BT[b, turn.start : turn.stop] = True
-    with recomputing(model):
-        output = model.base_model(input_ids=ids_BT, use_cache=False)
+    output = model.base_model(input_ids=ids_BT, use_cache=False)
     is_before_BT = is_sampled_BT.roll(-1, dims=1)  # a token is predicted from the position before it
     return output.last_hidden_state[is_before_BT], ids_BT[is_sampled_BT]
 
@@ -549,15 +527,12 @@ def score(model, trajectories, args):
     Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
     the backward pass: [B, T, V] never exists.
     """
-    if args.micro_batch < 1:
-        raise ValueError(f"--micro-batch {args.micro_batch}: it must be at least 1")
     by_length = sorted(trajectories, key=lambda t: len(t.ids))
     head = partial(models.logits_of, model)
     chunk_logps = token_logps
     if args.gradient_checkpointing:
         chunk_logps = partial(checkpoint, token_logps, use_reentrant=False)
-    for i in range(0, len(by_length), args.micro_batch):
-        batch = by_length[i : i + args.micro_batch]
+    for batch in models.micro_batches(by_length, args.micro_batch):
         hidden_NH, token_N = states_before_sampled(model, batch)
         hidden = hidden_NH.split(args.logit_chunk)
         tokens = token_N.split(args.logit_chunk)
@@ -579,15 +554,12 @@ def read_old(model, trajectories, args) -> None:
 
 
 @torch.no_grad()
-def read_ref(model, ref_model, trajectories, args) -> None:
-    """Sets the log-probs by the model of the start (E7); with LoRA that is `model` without its adapters."""
-    if ref_model is None:
-        model.disable_adapters()
-    for pairs in score(ref_model or model, trajectories, args):
-        for t, logp_M in pairs:
-            t.ref_logp_M = logp_M
-    if ref_model is None:
-        model.enable_adapters()
+def read_ref(ref_model, trajectories, args) -> None:
+    """Sets the log-probs by the model of the start (E7); with LoRA that is the one without its adapters."""
+    with models.without_adapters(ref_model):
+        for pairs in score(ref_model, trajectories, args):
+            for t, logp_M in pairs:
+                t.ref_logp_M = logp_M
 
 
 def rollout_loss(t: Trajectory, logp_M, args):
@@ -633,11 +605,8 @@ def step(model, optimizer, minibatch, size, args):
             log_w_M = logp_M - t.old_logp_M
             log_ratios.append(log_w_M.sum().item())
         loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    if not torch.isfinite(norm):
-        raise ArithmeticError(f"the model diverged (gradient {norm.item()}): lower --lr")
-    optimizer.step()
-    return figures, {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm.item()}
+    norm = models.clipped_step(optimizer, model, args.max_grad_norm, "model")
+    return figures, {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm}
 
 
 def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
@@ -660,7 +629,7 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
         t.old_logp_M = None
     read_old(model, [t for t in kept if t not in first], args)
     if args.kl:
-        read_ref(model, ref_model, kept, args)  # D4
+        read_ref(ref_model, kept, args)  # D4
 
     of_rollouts = []
     of_steps = []
@@ -754,9 +723,7 @@ def main(args: Args) -> dict:
     # --- all that learns, as it starts
     source = args.model or models.checkpoint_of(world)  # D1
     model = make_model(args, source)
-    ref_model = None
-    if args.kl and not args.lora:
-        ref_model = make_model(args, source)
+    ref_model = models.reference_of(model) if args.kl else None
     args.context = min(args.context, model.context)
     device = None if args.device == "cpu" else args.device  # the CPU is it anyhow; saying so slows all down
     torch.set_default_device(device)

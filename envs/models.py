@@ -106,6 +106,7 @@ def merge_adapter(model) -> None:
             module.merge()
             model.set_submodule(name, module.get_base_layer())
     del model.peft_config
+    model.had_adapters = True
     model._hf_peft_config_loaded = False  # else only an adapter would be saved
     vars(model).pop("_weight_conversions", None)  # the adapter's, by which all weights would be renamed
     model.requires_grad_(True)
@@ -157,6 +158,11 @@ def has_adapters(model) -> bool:
 
 def add_adapters(model, rank: int) -> None:
     """Low-rank adapters, which are all that is trained from now on: on all linear layers but the head."""
+    if getattr(model, "had_adapters", False):  # what is saved would name the model without them
+        raise ValueError(
+            "--lora begins with a whole model, not with an adapter: give the merged one, which is actor/ "
+            "in runs of sft.py and archer.py"
+        )
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:

@@ -740,8 +740,6 @@ def test_gradient_checkpointing_changes_nothing(base, warm, monkeypatch):
     saved, _ = weights_after(model, played, args)
     assert torch.allclose(plain, saved, atol=1e-5)
     assert remade and logits
-    logps_of(model, played, args)
-    assert not any(module.training for module in model.modules())
     assert [t.ids for t in play(model, args)] == [t.ids for t in played], "also behind an update"
 
 
@@ -848,7 +846,7 @@ def test_a_gradient_that_is_no_number_ends_the_run(warm, monkeypatch):
             yield [(t, logp_M * torch.nan if torch.is_grad_enabled() else logp_M) for t, logp_M in pairs]
 
     monkeypatch.setattr(loop_ppo, "score", broken)
-    with pytest.raises(ArithmeticError, match="lower --lr"):
+    with pytest.raises(ArithmeticError, match=r"the model diverged .*lower its rate"):
         weights_after(warm, played, small())
 
 
@@ -1345,7 +1343,7 @@ def test_adapters_are_trained_saved_and_loaded_by_peft(tmp_path, base):
     for name, p in loop_ppo.make_model(replace(args, dtype="bfloat16"), folder).named_parameters():
         assert p.dtype == (torch.float32 if "lora" in name else torch.bfloat16)
     # E7 reads the model of the start, which is this one without its adapters
-    loop_ppo.read_ref(model, None, played, args)
+    loop_ppo.read_ref(model, played, args)
     expected = logps_of(AutoModelForCausalLM.from_pretrained(folder).eval(), played, args)
     for t, logp_M in zip(played, expected, strict=True):
         assert torch.allclose(t.ref_logp_M, logp_M, atol=1e-5)

@@ -739,6 +739,8 @@ def test_an_adapter_is_merged_into_its_model(tmp_path, capsys):
     for name, p in plain.named_parameters():
         added = 2 * low_rank["B"] @ low_rank["A"] if "q_proj" in name else 0  # alpha / r = 2
         assert torch.allclose(moved[name], p + added, atol=1e-6) and moved[name].requires_grad
+    with pytest.raises(ValueError, match="--lora begins with a whole model"):  # theirs would name `base`
+        models.add_adapters(model, rank=2)
     model.save_pretrained(tmp_path / "whole")
     model.tokenizer.save_pretrained(tmp_path / "whole")
     assert not (tmp_path / "whole/adapter_config.json").exists()
