@@ -634,7 +634,10 @@ def probe_ids(model):
     """Random tokens [1, T], as many as a model can read or PROBED."""
     import torch
 
-    number = min(len(model.tokenizer), model.get_input_embeddings().weight.shape[0])
+    number = len(model.tokenizer)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if number > rows:
+        raise ValueError(f"a tokenizer of {number} tokens, but the model has vectors for {rows}: resize them")
     generator = torch.Generator("cpu").manual_seed(0)
     T = min(model.context, PROBED)
     return torch.randint(number, (1, T), generator=generator, device="cpu").to(model.device)

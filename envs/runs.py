@@ -111,16 +111,12 @@ def check(args, script: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} nan: it must be a number")
     if not re.fullmatch(r"[\w.-]*", args.name):
         raise ValueError(f"--name {args.name}: a folder is named by it; take letters, digits, _ . and -")
-    if args.seed < 0:
-        raise ValueError(f"--seed {args.seed}: it must be at least 0")
-    if args.threads < 1:
-        raise ValueError(f"--threads {args.threads}: it must be at least 1")
     if getattr(args, "temperature", 1) <= 0:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
-    if getattr(args, "max_action_tokens", 1) < 1:
-        raise ValueError(f"--max-action-tokens {args.max_action_tokens}: it must be at least 1")
-    at_least = dict.fromkeys(("batch", "critic_batch", "actor_batch", "critic_pool", "buffer_size"), 1)
-    at_least |= {"epochs": 1, "micro_batch": 0, "reply_weight": 0}
+    counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch")
+    at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
+    at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight", "imaginary"), 0)
+    at_least["eval_episodes"] = 0 if script.startswith(("loop", "lge", "sft")) else 1  # all, or none
     for name, least in at_least.items():
         if getattr(args, name, least) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least {least}")

@@ -1971,6 +1971,7 @@ MISUSE = {
     "critic_pool": "--critic-pool 0: it must be at least 1",
     "critic_batch": "--critic-batch 0: it must be at least 1",
     "actor_batch": "--actor-batch 0: it must be at least 1",
+    "eval_episodes": "--eval-episodes 0: it must be at least 1",
 }
 
 

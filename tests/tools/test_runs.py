@@ -703,6 +703,19 @@ def test_a_model_is_loaded_without_dropout_and_whole_or_not_at_all(tmp_path, cap
         models.load(transformers.AutoModelForCausalLM, str(folder), args)
 
 
+def test_a_tokenizer_larger_than_its_model_is_refused(tmp_path):
+    """A token without a vector would end the run in the middle, the first time that somebody says it."""
+    args = SimpleNamespace(device="cpu")
+    folder = make_checkpoint("twenty-questions-subset", tmp_path / "model")
+    model = models.load(transformers.AutoModelForCausalLM, str(folder), args)
+    models.probe(model)
+    tokens = len(model.tokenizer)
+    model.tokenizer.add_tokens("<new>")
+    said = f"a tokenizer of {tokens + 1} tokens, but the model has vectors for {tokens}: resize them"
+    with pytest.raises(ValueError, match=said):
+        models.probe(model)
+
+
 def adapter_of(base: Path, folder: Path) -> Path:
     """An adapter as peft saves it, with random weights, for a projection of the tiny model."""
     folder.mkdir()
