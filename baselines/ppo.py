@@ -346,7 +346,7 @@ def descend(loss, optimizer, parameters, max_norm, what):
 def judge(dialogues, actor, critic, args):
     """The dialogues with what `update` wants to know of their tokens, by actor and critic as they are now.
 
-    The second result is the share of the returns' variance that the critic has foreseen.
+    The second result says how far the critic was from the returns.
     """
     logps = []
     values = []
@@ -368,13 +368,13 @@ def judge(dialogues, actor, critic, args):
 
     advantages = np.array(gae(rewards, discounts, values, args.gae_lambda))
     returns = advantages + values
-    explained = 1 - advantages.var() / returns.var()
+    errors = runs.value_errors(torch.tensor(values), torch.tensor(returns))
     if args.normalise:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
     judged_3M = np.stack([logps, advantages, returns])
     parts = np.split(judged_3M, ends[:-1], axis=1)
     pairs = zip(dialogues, parts, strict=True)
-    return [dialogue | {"judged": part} for dialogue, part in pairs], explained
+    return [dialogue | {"judged": part} for dialogue, part in pairs], errors
 
 
 def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogues, args):
@@ -468,7 +468,7 @@ def main(args: Args) -> dict[str, float]:
         if iteration > 1:  # the first ones are played already
             played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
-        judged, explained = judge(played, actor, critic, args)
+        judged, errors = judge(played, actor, critic, args)
 
         # 2. some passes over them
         share = 1.0
@@ -486,8 +486,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. metrics, evaluation, checkpoint
         metrics = envs.summarise(played, "rollout/{}")
         metrics["rollout/nll"] = float(np.mean(nll))
-        metrics["critic/explained_variance"] = explained
-        metrics |= runs.means(logs)
+        metrics |= errors | runs.means(logs)
         is_due = run.is_due(args.eval_every)
         if is_due:
             metrics |= evaluate(actor, args)

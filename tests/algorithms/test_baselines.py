@@ -250,7 +250,7 @@ def test_ppo_judge(actor, world, normalise):
     """The reward at a turn's last token, gamma once a turn, no value behind an end, also a time limit's."""
     played = with_rewards(play(ppo, world, [actor])[0])
     critic, args = value_network(actor), small(ppo, gamma=0.8, gae_lambda=0.9, normalise=normalise)
-    judged, explained = ppo.judge(played, actor, critic, args)
+    judged, errors = ppo.judge(played, actor, critic, args)
     logps, advantages, returns = [], [], []
     for d in played:
         chain = []  # (reward, discount, V) of each token
@@ -268,6 +268,7 @@ def test_ppo_judge(actor, world, normalise):
                 weight *= chain[u][1] * 0.9
             advantages.append(total)
             returns.append(total + chain[t][2])
+    explained = errors["critic/explained_variance"]
     assert explained == pytest.approx(1 - np.var(advantages) / np.var(returns), abs=1e-4)
     if normalise:
         advantages = (np.array(advantages) - np.mean(advantages)) / np.std(advantages)
