@@ -4,10 +4,10 @@
     python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-5 --critic-lr 2e-5
     python archer.py --resume runs/...
 
-The critic works on utterances, off-policy: from a replay buffer it learns Q(s, a), what utterance a is worth
-in dialogue s. The actor works on tokens, on-policy: it writes new utterances in replayed dialogues. The
-advantage of an utterance is its terminal reward, and so the return of each of its tokens. Both start from a
-checkpoint, by default a tiny one.
+The critic works on utterances and learns off-policy: from a replay buffer it learns Q(s, a), the value of
+utterance a in dialogue s. The actor works on tokens and learns on-policy: it samples new utterances in the
+states of replayed dialogues. The critic's advantage of an utterance is the reward at its last token, and so
+the return of every token in it. Both start from a checkpoint, by default a tiny one.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
@@ -16,18 +16,19 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
       with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
-Differs from the paper; in brackets what undoes it (docs/archer.md has the reasons at length):
-  D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts to gibberish.
-  D2  The critic is a decoder and starts as the actor does (--critic roberta-base); sec. 5.5 compares both.
+Differs from the paper; the option in brackets undoes it (docs/archer.md gives the reasons at length):
+  D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts into gibberish.
+  D2  The critic is a decoder and starts from the actor's weights (--critic roberta-base); sec. 5.5 has both.
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
-  D4  V's heads start at the mean discounted return of the first dialogues instead of zero.
-  D5  Rates, batches, buffer, warm-up and updates suit a tiny model. Table 3 has the authors' rates times 32.
-  D6  The actor's learning rate falls linearly towards zero (--no-anneal-lr): late noise then undoes less.
+  D4  The V heads start at the mean discounted return of the first dialogues instead of zero.
+  D5  Learning rates, batches, buffer, warm-up and numbers of updates suit a tiny model. The rates in Table 3
+      are those of the authors' code times 32.
+  D6  The actor's learning rate decays linearly towards zero (--no-anneal-lr): late noise then undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
-      it is a network of its own with 60 updates an iteration.
-  D9  Q is V plus what the utterance adds, a linear function of its hidden state that starts at zero: what a
-      state is worth is learned once and not twice.
+      it is a separate network with 60 updates per iteration.
+  D9  Q is V plus a learned advantage, a linear function of the utterance's hidden state that starts at zero:
+      the value of a state is learned once, not twice.
 """
 
 import copy
@@ -47,60 +48,60 @@ from envs import models, runs
 @dataclass
 class Args:
     # --- run
-    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
-    seed: int = 1  # of all random numbers of the run; 0 or more
-    iterations: int = 60  # rounds of rollouts, critic updates and actor updates; 0: only evaluates
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # seed of all random numbers in the run; 0 or more
+    iterations: int = 60  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
-    critic: str = ""  # an encoder or decoder, likewise; "" starts as the actor does (D2)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; what learns stays float32
-    lora: bool = False  # train low-rank adapters only (needs the package peft), and a --critic of its own
-    lora_rank: int = 16  # of the adapters; their alpha is twice that
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
+    actor: str = ""  # causal LM: folder or Hugging Face name; "" takes the world's own in checkpoints/
+    critic: str = ""  # encoder or decoder, likewise; "" starts from the actor's weights (D2)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # for computations; trained parameters stay float32
+    lora: bool = False  # train only low-rank adapters; needs the package peft and a --critic
+    lora_rank: int = 16  # rank of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
 
     # --- data
-    rollouts: int = 64  # dialogues played in an iteration (paper: 128; WebShop 512; D5)
+    rollouts: int = 64  # dialogues played per iteration (paper: 128; WebShop 512; D5)
     buffer_size: int = 1000  # dialogues that the replay buffer holds (paper, Table 3: 10,000 utterances)
-    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
-    max_action_tokens: int = 16  # tokens after which an utterance is cut
+    temperature: float = 1.0  # of sampling, and of scored log-probs
+    max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
     # --- algorithm
-    micro_batch: int = 16  # dialogues of an update that are in memory at a time; exact, whatever it is
-    critic_lr: float = 3e-4  # of Adam (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
-    critic_updates: int = 30  # in an iteration, each with a Polyak step of the target (paper: 50)
-    critic_batch: int = 16  # dialogues in an update of the critic (paper: 256 utterances)
-    critic_pool: int = 128  # dialogues that an iteration draws from the buffer for its critic updates
-    warmup: int = 4  # iterations before the actor moves (paper: 20 or 10); 0: none
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; the result is the same
+    critic_lr: float = 3e-4  # Adam's learning rate (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
+    critic_updates: int = 30  # per iteration, each followed by a Polyak step of the target (paper: 50)
+    critic_batch: int = 16  # dialogues per update of the critic (paper: 256 utterances)
+    critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates
+    warmup: int = 4  # iterations before the actor's first update (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
 
-    actor_lr: float = 4e-4  # of Adam (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
-    anneal_lr: bool = True  # the actor's learning rate falls towards zero from its first update on (D6)
-    actor_updates: int = 4  # in an iteration, each on utterances just sampled (paper: 3); 0: none
-    actor_batch: int = 16  # dialogues in an update of the actor (paper: 256 utterances)
+    actor_lr: float = 4e-4  # Adam's (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
+    anneal_lr: bool = True  # the actor's learning rate decays towards zero from its first update on (D6)
+    actor_updates: int = 4  # per iteration, each on freshly sampled utterances (paper: 3); 0: none
+    actor_batch: int = 16  # dialogues per update of the actor (paper: 256 utterances)
     kl: float = 0.1  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
-    center: bool = True  # advantages minus their batch mean (D3)
-    baseline: bool = False  # a learned baseline for every token (E4, E5)
+    center: bool = True  # subtract the batch mean from the advantages (D3)
+    baseline: bool = False  # subtract a learned baseline at every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 15  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+    eval_every: int = 15  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
-# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
-# dialogues are numbered consecutively; `utterances` are one for each of their N states, in that order.
+# A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one comes after the end. The N actions of a
+# batch of dialogues are numbered consecutively; `utterances` has one for each of their states, in that order.
 class Span(NamedTuple):
-    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
     row: int
     start: int
@@ -108,11 +109,11 @@ class Span(NamedTuple):
 
 
 def lay_out(dialogues, tokenizer):
-    """Spells dialogues as rows of token ids; each action ends with the end token.
+    """Tokenises dialogues into rows of ids; each action ends with the end token.
 
-    A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
-    action.
+    A row continues while each observation only appends to the text; one that rewrites it starts a new row.
+    Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
+    next action.
     """
     end = tokenizer.eos_token_id
     rows = []
@@ -121,19 +122,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
+            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
                 row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
                 row = models.encode_prompt(tokenizer, observation)
-            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows it, or none yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a shared list.
+            # Not +=, which would modify a shared list.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -146,19 +147,19 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def flat(dialogues, key):
-    """What dialogues have under a key for each action, in one list [N]."""
+    """The dialogues' values under `key`, one for each action, in one list [N]."""
     return [item for dialogue in dialogues for item in dialogue[key]]
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
+# Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
+# 2 twin critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -169,7 +170,7 @@ def td_target(reward_N, next_v_N2, gamma):
 
 
 def value_loss(v_N2, q_N2):
-    """E2: the square of Q(s,a) - V(s) for a ~ pi, whose mean V tends to; each twin has its own."""
+    """E2: mean squared error of V(s) against Qbar(s,a), a ~ pi; each twin has its own target."""
     return ((q_N2 - v_N2) ** 2).mean()  # E2
 
 
@@ -182,16 +183,16 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 after the last
+    return returns[:0:-1]  # from the first turn to the last, without the 0 behind it
 
 
 def advantages(q_N2, v_N2):
-    """The A of E3, sec. 3.6: min Q - min V [N], the minimum over the twins."""
+    """The A of E3 (sec. 3.6): min Q - min V [N], each minimum over the twins."""
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: each token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
@@ -204,7 +205,7 @@ def baseline_loss(baseline_M, advantage_N, owner_M):
 
 
 def kl_to_come(kl_M, owner_M):
-    """D1: the KL that each token brings about: of the tokens behind it in its utterance [M].
+    """D1: the KL still to come after each token, summed over the rest of its utterance [M].
 
     >>> kl_to_come(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 0, 1])).tolist()
     [6.0, 4.0, 0.0, 0.0]
@@ -217,26 +218,26 @@ def kl_to_come(kl_M, owner_M):
 # ---------------------------------------------------------- 4. models
 @dataclass
 class Packed:
-    """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
+    """Dialogues with one utterance in each of their N states, as a batch of B rows for a decoder."""
 
-    inputs: tuple  # ids [B, T], positions [B, T], and whether a token sees another [B, T, T]
-    row_N: torch.Tensor  # of each utterance
-    state_N: torch.Tensor  # column of the last token of its state: V is read there
-    end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
-    owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
-    before_M: torch.Tensor  # column of the token that predicts it
-    column_M: torch.Tensor  # its own column
+    inputs: tuple  # ids [B, T], positions [B, T], visibility [B, T, T]
+    row_N: torch.Tensor  # row of each utterance
+    state_N: torch.Tensor  # column of its state's last token, where V is read
+    end_N: torch.Tensor  # column of its own last token (for the critic, the end token), where Q is read
+    owner_M: torch.Tensor  # for each utterance token: the utterance that it belongs to
+    before_M: torch.Tensor  # column of the token before it, whose hidden state predicts it
+    column_M: torch.Tensor  # column of the token itself
 
 
-ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
-UNSEEN = 2**30  # position of a token that no token sees
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
+UNSEEN = 2**30  # position of a cached token that is hidden from all others
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
-    """Packs dialogues and utterances [N][token ids], by default the actions, which are in the rows already.
+    """Packs dialogues with one utterance in each state, [N][token ids]; by default the actions taken there.
 
-    Other utterances are forks: each is appended to its row, and sees that row up to its state, and itself.
-    A row with two actions a and the forks b and c in its two states:
+    Actions are in the rows already. Other utterances are forks: each is appended to its row, and sees itself
+    and the row up to its state. A row with two actions a, and the forks b and c in its two states:
 
         token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
@@ -279,7 +280,7 @@ def pack(dialogues, tokenizer, utterances=None) -> Packed:
 
 
 def visibility(position_BT, fork_BT, start_BT):
-    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    """Attention mask [B, T, T]: each token sees its own fork up to itself, and the row before its state."""
     is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
     is_row_B1T = fork_BT[:, None] == ROW
     is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
@@ -287,7 +288,7 @@ def visibility(position_BT, fork_BT, start_BT):
 
 
 def score(actor, dialogues, utterances, temperature, dtype):
-    """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
+    """For the M utterance tokens: logits [M, V], ids [M], predicting hidden states [M, H], owners n [M]."""
     packed = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = models.masked_states(actor.base_model, *packed.inputs, dtype)
     row_M = packed.row_N[packed.owner_M]
@@ -300,10 +301,10 @@ def score(actor, dialogues, utterances, temperature, dtype):
 
 
 class Critic(nn.Module):
-    """Twin Q and V on one language model (sec. 3.6); Q is V plus what the utterance adds (D9).
+    """Twin Q and V heads on one language model (sec. 3.6); Q is V plus a learned advantage (D9).
 
-    A decoder (D2) reads dialogues in one causal pass: V at each state's last token, Q at each utterance's end
-    token. An encoder reads states and utterances apart; Q sees the [CLS] vectors of both.
+    A decoder (D2) reads a dialogue in one causal pass: V at each state's last token, Q at each utterance's
+    end token. An encoder reads states and utterances separately; Q takes the [CLS] vectors of both.
     """
 
     def __init__(self, body, value, dtype):
@@ -321,7 +322,7 @@ class Critic(nn.Module):
             nn.init.zeros_(self.a_heads.weight)
 
     def forward(self, dialogues, texts=None):
-        """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
+        """V of all states [N, 2], and Q [N, 2] of a text in each; by default of the action taken there."""
         read = self.read_apart if self.is_encoder else self.read_together
         state_NH, both_NH = read(dialogues, texts)
         v_N2 = self.v_heads(state_NH)
@@ -339,7 +340,7 @@ class Critic(nn.Module):
         return state_NH, hidden_BTH[packed.row_N, packed.end_N]
 
     def read_apart(self, dialogues, texts):
-        """An encoder's vectors of each state [N, H], and of both state and utterance [N, 2H]."""
+        """An encoder's vectors of each state [N, H], and of state and utterance side by side [N, 2H]."""
         states = []
         for dialogue in dialogues:
             states += dialogue["observations"][: len(dialogue["actions"])]
@@ -383,7 +384,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, u_N, greedy):
-    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -397,21 +398,21 @@ def sample_tokens(logits_NV, u_N, greedy):
 
 
 class Memory:
-    """What a decoder has read of some named rows: keys and values, which are kept while the rows grow."""
+    """A decoder's key-value cache for some named rows, kept while the rows grow."""
 
     def __init__(self, actor, names):
         self.actor = actor
-        self.rows = {name: [] for name in names}  # what was read
+        self.rows = {name: [] for name in names}  # the token ids that were read
         self.cache = transformers.DynamicCache()
         self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
 
     def read(self, rows, dtype):
-        """Reads what is new in each row {name: token ids}; a row that is missing is forgotten.
+        """Reads what is new in each row {name: token ids}; a row that is not given is dropped.
 
-        Returns the last hidden states of the new tokens [B, T, H] and their positions [B, T].
+        Returns the last layer's hidden states of the new tokens [B, T, H] and their positions [B, T].
         """
         columns = self.position_BC.shape[1]
-        self.cache.crop(columns - self.cache.get_seq_length())  # without what was written since
+        self.cache.crop(columns - self.cache.get_seq_length())  # drops what `generate` wrote
         if len(rows) < len(self.rows):
             kept = [b for b, name in enumerate(self.rows) if name in rows]
             self.cache.batch_select_indices(torch.tensor(kept))
@@ -420,7 +421,7 @@ class Memory:
         positions = []
         for b, (name, row) in enumerate(rows.items()):
             known = len(self.rows[name])
-            if row[:known] != self.rows[name] or len(row) == known:  # it was written anew
+            if row[:known] != self.rows[name] or len(row) == known:  # rewritten, or nothing new
                 known = 0
                 self.position_BC[b] = UNSEEN
             new.append(row[known:])
@@ -429,7 +430,7 @@ class Memory:
         position_BT = pad(positions, UNSEEN)
         self.position_BC = torch.cat([self.position_BC, position_BT], -1)
         visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
-        position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
+        position_BT = pad(positions)  # UNSEEN is beyond a model's position table
         body = self.actor.base_model
         hidden_BTH = models.masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
         return hidden_BTH, position_BT
@@ -437,27 +438,27 @@ class Memory:
 
 @torch.no_grad()
 def generate(memory, rows, starts, args, streams, greedy=False):
-    """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
+    """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
-    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
-    log-probs [N].
+    Each row is read once for all its states. Returns ids [N][...], with the end token unless cut before it,
+    and log-probs [N].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
-    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, S = start_BS.shape
     before_BS = start_BS - 1 - position_BT[:, :1]
     hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states among the P places of the flattened [B, S]
+    places = []  # where the N states are among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT = torch.zeros(B * S, T)  # uniform random numbers
     u_PT[places] = models.uniform(streams, T)
     u_PT = u_PT.to(actor.device)
     for step in range(T):
@@ -471,7 +472,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
-        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        # The tokens just written become S more columns of the cache, each visible to its own state only.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
@@ -484,15 +485,15 @@ def generate(memory, rows, starts, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues that have an action, and -log pi of each utterance.
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
+    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
     """
     seeds = range(len(worlds))
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
+    # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))
@@ -516,7 +517,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 
 def with_fresh(dialogues, actor, args, rng):
-    """Dialogues with a new utterance of the actor in each of their states, as token ids and as text."""
+    """Adds to the dialogues a fresh utterance of the actor in each state, as token ids and as text."""
     result = []
     for part in models.micro_batches(dialogues, args.micro_batch):
         rows, spans, _ = lay_out(part, actor.tokenizer)
@@ -541,12 +542,12 @@ def critic_targets(target_critic, dialogues, gamma):
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_v_N2 = v_N2.roll(-1, 0)
-    next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
+    next_v_N2[last_turns] = 0.0  # the value behind an end is 0; a truncation counts as an end
     reward_N = v_N2.new_tensor(flat(dialogues, "rewards"))
     return td_target(reward_N, next_v_N2, gamma), q_N2
 
 
-# A loss is the mean over the N utterances of a batch; a micro-batch adds its share to it and to the gradient.
+# Losses are means over the N utterances of a batch; each micro-batch adds its share of loss and gradient.
 def critic_update(critic, target_critic, optimizer, dialogues, args):
     """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
@@ -581,7 +582,7 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 
 def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
-    """For fresh utterances: the losses of E3 or E5 and of E4, and the KL of D1 [3]; the sum of entropies."""
+    """On fresh utterances: policy loss (E3 or E5), baseline loss (E4), KL (D1), as [3]; summed entropies."""
     fresh = flat(dialogues, "fresh_ids")
     with torch.no_grad(), models.without_adapters(ref_model):
         ref_logits_MV, *_ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
@@ -590,12 +591,12 @@ def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     p_MV = logp_MV.exp()
-    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact for each a_<i
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact, given a_<i
     kl = kl_M.sum() / len(fresh)
-    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: which a_<i come up is the actor's doing, too
+    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the actor also decides which a_<i come up
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss has no gradient through it
+    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss detaches it
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
     entropy_M = -(p_MV * logp_MV).sum(-1)
     return torch.stack([policy_loss, vtok_loss, kl]), entropy_M.sum().item()
@@ -611,7 +612,7 @@ def actor_update(
     args,
     rng,
 ):
-    """One step on E3, with an utterance just sampled in each state of replayed dialogues."""
+    """One step on E3, with freshly sampled utterances in the states of replayed dialogues."""
     dialogues = with_fresh(dialogues, actor, args, rng)
     parts = models.micro_batches(dialogues, args.micro_batch)
     with torch.no_grad():
@@ -648,7 +649,7 @@ def actor_update(
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
+    """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
     The seeds are always the same, so that evaluations are comparable.
     """
@@ -665,7 +666,7 @@ def play_tasks(actor, args, greedy):
 
 
 def evaluate(actor, args):
-    """Figures of sampled and of greedy play."""
+    """Metrics of sampled and of greedy play."""
     sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
     greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
     return sampled | greedy
@@ -673,7 +674,7 @@ def evaluate(actor, args):
 
 @torch.no_grad()
 def with_values(dialogue, critic):
-    """A dialogue with what the critic thinks of each turn, for people to read."""
+    """The dialogue with the critic's Q and V of each turn, for people to read."""
     v_N2, q_N2 = critic([dialogue])
     q_N = q_N2.min(-1).values
     v_N = v_N2.min(-1).values
@@ -682,7 +683,7 @@ def with_values(dialogue, critic):
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
-    """Iterations of rollouts, critic and actor; returns what it writes to summary.json."""
+    """Alternates rollouts, critic updates and actor updates; returns what it writes to summary.json."""
     run = runs.Run(args, "archer")
     rng = run.rng
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
@@ -690,15 +691,15 @@ def main(args: Args) -> dict[str, float]:
     # --- models and optimisers, as they start
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     actor = models.load_actor(source, args)
-    ref_model = models.reference_of(actor)  # stays the initial actor when a run is resumed
+    ref_model = models.reference_of(actor)  # the initial actor, also in a resumed run
     body = models.load_critic(args.critic, actor, args)  # D2
-    first, _ = rollout(actor, worlds, args, rng)  # a resumed run drops these
+    first, _ = rollout(actor, worlds, args, rng)  # a resumed run discards these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in first]
     value = float(np.mean(returns))  # D4
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     width = models.width_of(actor)
-    baseline = mlp(width, width, 0.0).to(args.device)  # learns in any case
+    baseline = mlp(width, width, 0.0).to(args.device)  # trained even where it is not used
     trained = [*actor.parameters(), *baseline.parameters()]
     actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
@@ -709,7 +710,7 @@ def main(args: Args) -> dict[str, float]:
     run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
         run.log(evaluate(actor, args), "return")
-    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
+    replay_buffer = run.state["replay_buffer"]  # modified in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         logs = []
@@ -719,7 +720,7 @@ def main(args: Args) -> dict[str, float]:
         replay_buffer += played
         del replay_buffer[: -args.buffer_size]
 
-        # 2. the critic; the actor stands still, so its utterances for E2 are sampled once for all updates
+        # 2. the critic; the actor is fixed here, so its utterances for E2 are sampled once for all updates
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
         pool = with_fresh(pool, actor, args, rng)
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate
@@ -727,7 +728,7 @@ def main(args: Args) -> dict[str, float]:
             batch = rng.choice(pool, args.critic_batch)
             logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
-        # 3. the actor, on utterances of its own
+        # 3. the actor, on utterances that it samples now
         if iteration > args.warmup:
             lr = args.actor_lr
             if args.anneal_lr:
