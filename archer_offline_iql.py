@@ -3,8 +3,9 @@
     python archer_offline_iql.py --env twenty-questions-subset
     python archer_offline_iql.py --env ENV --dataset FILE --actor FOLDER --actor-lr 1e-4 --critic-lr 1e-5
 
-The critic learns what the utterances of the data are worth; the actor imitates them, the good ones more: at
-beta 0 all alike, which is BC, and with --keep 0.1 filtered BC. The world only makes data, and evaluates.
+The critic learns the values of the utterances in the data; the actor imitates them, the better ones more.
+With --beta 0 it imitates all alike, which is behaviour cloning (BC); with --keep 0.1 as well, filtered BC.
+The world is only needed to make data and to evaluate.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      td_target
@@ -13,12 +14,12 @@ Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
   E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   td_target
-Differs from the paper (docs/archer_offline_iql.md has the reasons; "authors" below is their code's default):
-  D1  AWR weights are clamped (--max-weight inf): one over-valued utterance must not outweigh the batch.
-  D2  Critic (a decoder) and actor start from a checkpoint of sft.py; App. B does without pre-training.
+Differs from the paper (docs/archer_offline_iql.md has the reasons; "authors" is a default of their code):
+  D1  AWR weights are clamped (--max-weight inf): no single over-valued utterance may dominate a batch.
+  D2  Critic (a decoder) and actor start from a checkpoint of sft.py; in App. B there is no pre-training.
   D3  Learning rates, batches and numbers of updates are tuned for a tiny model.
   D4  The value heads start at the mean discounted return of the data instead of zero.
-  D5  Both learning rates fall linearly to zero (--no-anneal-lr): the last steps undo less.
+  D5  Both learning rates decay linearly towards zero (--no-anneal-lr): the last steps then undo less.
 """
 
 import copy
@@ -40,63 +41,63 @@ from envs.datasets import make_dialogues, read_dialogues
 @dataclass
 class Args:
     # --- run
-    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
-    seed: int = 1  # of all that is random but the data and the evaluation; 0 or more
-    iterations: int = 20  # rounds of critic and actor updates; 0: only evaluates
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # seed of everything random but the data and the evaluation; 0 or more
+    iterations: int = 20  # rounds of critic and actor updates; 0: only evaluate
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # a causal LM that sft.py has made: folder or Hugging Face name; "" takes the world's
-    critic_model: str = ""  # a decoder, likewise; "" starts as the actor does (D2)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; what learns stays float32
-    lora: bool = False  # train low-rank adapters only (needs the package peft), and a --critic-model
-    lora_rank: int = 16  # of the adapters; their alpha is twice that
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
-    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
-    max_action_tokens: int = 16  # tokens after which a sampled utterance is cut
+    actor: str = ""  # causal LM fine-tuned by sft.py: folder or Hugging Face name; "" takes the world's
+    critic_model: str = ""  # a decoder, likewise; "" starts from the actor's weights (D2)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # for computations; trained parameters stay float32
+    lora: bool = False  # train only low-rank adapters; needs the package peft and a --critic-model
+    lora_rank: int = 16  # rank of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
+    temperature: float = 1.0  # of sampling, and of scored log-probs
+    max_action_tokens: int = 16  # tokens after which a sampled utterance is cut off
 
     # --- data
     dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl or rollouts.jsonl
-    dataset_size: int = 5_000  # dialogues that scripted players make where no file is given
-    dataset_seed: int = 0  # of these dialogues
-    mix: str = "random=0.8/expert=0.2"  # players by shares of the dialogues; with commas, of the turns
+    dataset_size: int = 5_000  # dialogues that scripted players produce if no file is given
+    dataset_seed: int = 0  # seed of these dialogues
+    mix: str = "random=0.8/expert=0.2"  # players and their shares of the dialogues; with commas, of the turns
 
     # --- algorithm
-    micro_batch: int = 16  # dialogues of an update that are in memory at a time; exact, whatever it is
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; the result is the same
     critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
-    critic_lr: float = 3e-3  # at the start (authors: 1e-5, for RoBERTa; D3)
-    critic_updates: int = 50  # of an iteration, each with a Polyak step of the target; 0: none, as for BC
+    critic_lr: float = 3e-3  # initial learning rate (authors: 1e-5, for RoBERTa; D3)
+    critic_updates: int = 50  # per iteration, each with a Polyak step of the target; 0: none, as for BC
     gamma: float = 0.95  # discount per utterance (authors: 0.99)
-    polyak: float = 0.05  # share of the critic that enters its target copy after every update (authors: 0.05)
-    expectile: float = 0.9  # of E6 (authors: 0.9)
+    polyak: float = 0.05  # target += polyak * (critic - target), after every update (authors: 0.05)
+    expectile: float = 0.9  # expectile of E6 (authors: 0.9)
 
     actor_loss: Literal["awr", "reinforce"] = "awr"  # E7 on the data, or E3 on the actor's own utterances
-    actor_lr: float = 5e-3  # at the start (authors: 1e-4, for GPT-2; D3)
-    actor_updates: int = 50  # of an iteration; 0: none
-    beta: float = 1.0  # of E7, inverse temperature of the advantages (authors: 1; 0: BC)
-    max_weight: float = 20.0  # clamp of the weights of E7; inf is none (D1)
-    bc_weight: float = 0.0  # of imitation beside the actor's loss (REINFORCE + BC: 1)
-    keep: float = 1.0  # share of the dialogues, the best ones, that the actor learns from (filtered BC: 0.1)
-    batch: int = 16  # dialogues in an update of critic or actor (D3)
-    anneal_lr: bool = True  # both learning rates fall to zero (D5)
-    max_grad_norm: float = 1.0  # gradients of actor and critic are clipped to this norm, apart
+    actor_lr: float = 5e-3  # initial learning rate (authors: 1e-4, for GPT-2; D3)
+    actor_updates: int = 50  # per iteration; 0: none
+    beta: float = 1.0  # inverse temperature of the advantages in E7 (authors: 1; 0: BC)
+    max_weight: float = 20.0  # upper bound on the weights of E7; inf: none (D1)
+    bc_weight: float = 0.0  # weight of a BC loss added to the actor's (REINFORCE + BC: 1)
+    keep: float = 1.0  # share of the dialogues, best first, that the actor learns from (filtered BC: 0.1)
+    batch: int = 16  # dialogues per update of critic or actor (D3)
+    anneal_lr: bool = True  # both learning rates decay linearly towards zero (D5)
+    max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C writes one, too
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+    eval_every: int = 10  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
-# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
-# dialogues are numbered consecutively; `utterances` are one for each of their N states, in that order.
+# A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one comes after the end. The N actions of a
+# batch of dialogues are numbered consecutively; `utterances` has one for each of their states, in that order.
 class Span(NamedTuple):
-    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
     row: int
     start: int
@@ -104,11 +105,11 @@ class Span(NamedTuple):
 
 
 def lay_out(dialogues, tokenizer):
-    """Spells dialogues as rows of token ids; each action ends with the end token.
+    """Tokenises dialogues into rows of ids; each action ends with the end token.
 
-    A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
-    action.
+    A row continues while each observation only appends to the text; one that rewrites it starts a new row.
+    Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
+    next action.
     """
     end = tokenizer.eos_token_id
     rows = []
@@ -117,19 +118,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
+            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
                 row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
                 row = models.encode_prompt(tokenizer, observation)
-            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows it, or none yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a shared list.
+            # Not +=, which would modify a shared list.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -142,18 +143,18 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def flat(dialogues, key):
-    """What dialogues have under a key for each action, in one list [N]."""
+    """The dialogues' values under `key`, one for each action, in one list [N]."""
     return [item for dialogue in dialogues for item in dialogue[key]]
 
 
 def recorded_dialogues(world, actor, args):
-    """The dialogues to learn from, the best ones first: all that fit into the actor's context."""
+    """The dialogues to learn from, best first: all that fit into the actor's context."""
     if args.dataset:
         found, notes = read_dialogues(args.dataset, world.append_only)
     else:
@@ -171,8 +172,8 @@ def recorded_dialogues(world, actor, args):
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# 2 the twin critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
+# Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
+# 2 twin critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -183,7 +184,7 @@ def td_target(reward_N, next_v_N2, gamma):
 
 
 def value_loss(v_N2, q_N2, expectile=0.5):
-    """E2 at expectile 0.5, where the sum over the twins is their mean. Above it E6: V tends to the best Q."""
+    """E6: the higher the expectile, the closer V is to the best Q. At 0.5 it is E2, the mean over twins."""
     gap_N2 = q_N2 - v_N2
     is_below_N2 = (gap_N2 < 0).to(gap_N2)
     weight_N2 = (expectile - is_below_N2).abs()  # E6: 1 - expectile where Q is below V
@@ -199,32 +200,32 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 after the last
+    return returns[:0:-1]  # from the first turn to the last, without the 0 behind it
 
 
 def advantages(q_N2, v_N2):
-    """The A of E3, sec. 3.6: min Q - min V [N], the minimum over the twins."""
+    """The A of E3 (sec. 3.6): min Q - min V [N], each minimum over the twins."""
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
 def awr_weights(advantage_N, beta, max_weight):
-    """E7: exp(beta * A) [N], at most `max_weight`; no gradient flows into them."""
+    """E7: exp(beta * A) [N], at most `max_weight`; no gradient flows through them."""
     weight_N = (beta * advantage_N.detach()).exp()
     return weight_N.clamp(max=max_weight)  # E7, D1
 
 
 def effective_share(weight_N):
-    """Kish's (sum w)^2 / (n sum w^2): 1 if all weights are alike, 1/n if one outweighs all.
+    """Kish's effective share, (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if one has all.
 
     >>> effective_share(torch.tensor([3.0, 3.0, 0.0, 0.0])).item()
     0.5
     """
-    weight_N = weight_N.double()  # squares may be beyond float32
+    weight_N = weight_N.double()  # squares may overflow float32
     return weight_N.mean() ** 2 / (weight_N**2).mean()
 
 
 def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: a token's n."""
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: each token's n."""
     weight_M = (advantage_N[owner_M] - baseline_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
@@ -232,27 +233,27 @@ def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
 # ---------------------------------------------------------- 4. models
 @dataclass
 class Packed:
-    """Dialogues, and an utterance in each of their N states, as one batch of B rows for a decoder."""
+    """Dialogues with one utterance in each of their N states, as a batch of B rows for a decoder."""
 
     inputs: tuple[
         torch.Tensor, torch.Tensor, torch.Tensor
     ]  # ids [B, T], positions [B, T], visibility [B, T, T]
-    row_N: torch.Tensor  # of each utterance
-    state_N: torch.Tensor  # column of the last token of its state: V is read there
-    end_N: torch.Tensor  # column of its last token, for the critic the end token: Q is read there
-    owner_M: torch.Tensor  # of each token of the utterances: which one it belongs to
-    before_M: torch.Tensor  # column of the token that predicts it
-    column_M: torch.Tensor  # its own column
+    row_N: torch.Tensor  # row of each utterance
+    state_N: torch.Tensor  # column of its state's last token, where V is read
+    end_N: torch.Tensor  # column of its own last token (for the critic, the end token), where Q is read
+    owner_M: torch.Tensor  # for each utterance token: the utterance that it belongs to
+    before_M: torch.Tensor  # column of the token before it, whose hidden state predicts it
+    column_M: torch.Tensor  # column of the token itself
 
 
-ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
-    """Packs dialogues and utterances [N][token ids], by default the actions, which are in the rows already.
+    """Packs dialogues with one utterance in each state, [N][token ids]; by default the actions taken there.
 
-    Other utterances are forks: each is appended to its row, and sees that row up to its state, and itself.
-    A row with two actions a and the forks b and c in its two states:
+    Actions are in the rows already. Other utterances are forks: each is appended to its row, and sees itself
+    and the row up to its state. A row with two actions a, and the forks b and c in its two states:
 
         token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
@@ -295,7 +296,7 @@ def pack(dialogues, tokenizer, utterances=None) -> Packed:
 
 
 def visibility(position_BT, fork_BT, start_BT):
-    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    """Attention mask [B, T, T]: each token sees its own fork up to itself, and the row before its state."""
     is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
     is_row_B1T = fork_BT[:, None] == ROW
     is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
@@ -303,7 +304,7 @@ def visibility(position_BT, fork_BT, start_BT):
 
 
 def score(actor, dialogues, utterances, temperature, dtype):
-    """For each of M utterance tokens: logits [M, V], id, the hidden state that predicts it, utterance n."""
+    """For the M utterance tokens: logits [M, V], ids [M], predicting hidden states [M, H], owners n [M]."""
     packed = pack(dialogues, actor.tokenizer, utterances)
     hidden_BTH = models.masked_states(actor.base_model, *packed.inputs, dtype)
     row_M = packed.row_N[packed.owner_M]
@@ -316,9 +317,9 @@ def score(actor, dialogues, utterances, temperature, dtype):
 
 
 class Critic(nn.Module):
-    """Twin Q and V heads on a decoder (D2), which reads dialogues in one causal pass.
+    """Twin Q and V heads on a decoder (D2), which reads a dialogue in one causal pass.
 
-    V stands at each state's last token, Q at each utterance's end token.
+    V is read at each state's last token, Q at each utterance's end token.
     """
 
     def __init__(self, body, value, dtype):
@@ -333,7 +334,7 @@ class Critic(nn.Module):
         self.q_heads = Twins(mlp(width, width, value) for _ in range(2))
 
     def forward(self, dialogues, texts=None):
-        """V of all states [N, 2], and Q [N, 2] of an utterance in each, as text; by default of the action."""
+        """V of all states [N, 2], and Q [N, 2] of a text in each; by default of the action taken there."""
         state_NH, end_NH = self.read_together(dialogues, texts)
         return self.v_heads(state_NH), self.q_heads(end_NH)
 
@@ -377,7 +378,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, u_N, greedy):
-    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -392,13 +393,13 @@ def sample_tokens(logits_NV, u_N, greedy):
 
 @torch.no_grad()
 def write_utterances(actor, rows, starts, args, streams, greedy=False):
-    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
+    """Samples N utterances, row by row: one after rows[b][:start] for each start in starts[b].
 
-    A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
-    it, and log-probs [N].
+    Each row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut
+    before it, and log-probs [N].
     """
-    ids_BC = pad(rows)  # on the right, where no state sees it
-    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    ids_BC = pad(rows)  # padded on the right, where no state sees it
+    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, C = ids_BC.shape
     S = start_BS.shape[1]
     body = actor.base_model
@@ -409,14 +410,14 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states among the P places of the flattened [B, S]
+    places = []  # where the N states are among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT = torch.zeros(B * S, T)  # uniform random numbers
     u_PT[places] = models.uniform(streams, T)
     u_PT = u_PT.to(actor.device)
     for step in range(T):
@@ -430,7 +431,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
-        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        # The tokens just written become S more columns of the cache, each visible to its own state only.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
@@ -441,15 +442,15 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues that have an action, and -log pi of each utterance.
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
+    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
     """
     seeds = range(len(worlds))
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
+    # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
     room = 4 * args.max_action_tokens
     nll = []
     while alive := worlds.alive():
@@ -472,7 +473,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 
 def fresh_utterances(actor, dialogues, args, rng):
-    """One utterance of the current actor in each of the N states of some dialogues, as token ids."""
+    """Samples one utterance of the current actor in each of the N states of the dialogues, as token ids."""
     rows, spans, _ = lay_out(dialogues, actor.tokenizer)
     starts = [[] for _ in rows]
     for span in spans:
@@ -484,8 +485,8 @@ def fresh_utterances(actor, dialogues, args, rng):
 
 # ---------------------------------------------------------- 6. updates
 def critic_targets(target_critic, dialogues, args):
-    """The targets of Q and of V [N, 2] each, and the expectile of V's loss."""
-    target_v_N2, target_q_N2 = target_critic(dialogues)  # of the data's utterances, and of no others
+    """The targets of Q and of V, [N, 2] each, and the expectile of V's loss."""
+    target_v_N2, target_q_N2 = target_critic(dialogues)  # only ever of utterances in the data
     if args.critic == "iql":
         next_N2 = target_v_N2  # E1
         expectile = args.expectile  # E6
@@ -495,12 +496,12 @@ def critic_targets(target_critic, dialogues, args):
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_N2 = next_N2.roll(-1, 0)
-    next_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
+    next_N2[last_turns] = 0.0  # the value behind an end is 0; a truncation counts as an end
     reward_N = next_N2.new_tensor(flat(dialogues, "rewards"))
     return td_target(reward_N, next_N2, args.gamma), target_q_N2, expectile
 
 
-# A loss is the mean over the N utterances of a batch; a micro-batch adds its share to it and to the gradient.
+# Losses are means over the N utterances of a batch; each micro-batch adds its share of loss and gradient.
 def critic_update(critic, target_critic, optimizer, dialogues, args):
     """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
     returns = []
@@ -535,13 +536,14 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 
 def actor_losses(actor, critic, dialogues, args, rng):
-    """The loss of E7 for the data's utterances, or of E3 for some that the actor has just sampled; beside it
-    the data's nll, the advantages [N], and the sum of entropies.
+    """The loss of E7 on the data's utterances, or of E3 on utterances that the actor samples now.
+
+    Also returns the data's nll, the advantages [N], and the sum of the entropies.
     """
     logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args.temperature, args.dtype)
     nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
     data_nll = nll_M.sum() / len(flat(dialogues, "actions"))
-    texts = None  # the critic judges the data's actions, unless there are others
+    texts = None  # the critic judges the data's actions
     if args.actor_loss == "reinforce":
         fresh = fresh_utterances(actor, dialogues, args, rng)
         texts = [spoken(actor.tokenizer, ids) for ids in fresh]
@@ -594,7 +596,7 @@ def actor_update(actor, critic, optimizer, dialogues, args, rng):
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
+    """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
     The seeds are always the same, so that evaluations are comparable.
     """
@@ -611,9 +613,9 @@ def play_tasks(actor, args, greedy):
 
 
 def evaluate(actor, critic, known, args):
-    """Figures of sampled and of greedy play, and the sampled dialogues with what the critic thinks of them.
+    """Metrics of sampled and of greedy play, and the sampled dialogues with the critic's Q and V.
 
-    `known` are the actions of the data.
+    `known` is the set of actions that occur in the data.
     """
     sampled = play_tasks(actor, args, greedy=False)
     greedy = play_tasks(actor, args, greedy=True)
@@ -630,7 +632,7 @@ def evaluate(actor, critic, known, args):
 
 @torch.no_grad()
 def with_values(dialogue, critic):
-    """A dialogue with what the critic thinks of each turn, for people to read."""
+    """The dialogue with the critic's Q and V of each turn, for people to read."""
     v_N2, q_N2 = critic([dialogue])
     q_N = q_N2.min(-1).values
     v_N = v_N2.min(-1).values
@@ -639,12 +641,12 @@ def with_values(dialogue, critic):
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
-    """Iterations of critic and actor on recorded dialogues; returns what it writes to summary.json."""
+    """Alternates critic and actor updates on recorded dialogues; returns what it writes to summary.json."""
     run = runs.Run(args, "archer_offline_iql")
     rng = run.rng
     world = envs.make(args.env, **envs.options(args.world))
 
-    # --- the models that it starts from, and the data
+    # --- the initial models, and the data
     source = args.actor or models.checkpoint_of(world)
     actor = models.load_actor(source, args)
     body = models.load_critic(args.critic_model, actor, args)  # D2
@@ -687,7 +689,7 @@ def main(args: Args) -> dict[str, float]:
             batch = rng.choice(data, args.batch)
             logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
-        # 2. the actor, by the critic that has just learned
+        # 2. the actor, weighted by the critic just updated
         actor_optimizer.param_groups[0]["lr"] = args.actor_lr * share
         for _ in range(args.actor_updates):
             batch = rng.choice(imitated, args.batch)
@@ -708,7 +710,7 @@ def main(args: Args) -> dict[str, float]:
             run.save(models.to_save("actor", actor))
 
     evaluated = [row["eval/return"] for row in run.metrics if "eval/return" in row]
-    learned = evaluated[1:] or evaluated  # the start is no result of the run
+    learned = evaluated[1:] or evaluated  # the evaluation before training does not count
     return run.finish(episodes=len(data), best_return=max(learned))
 
 
