@@ -6,8 +6,9 @@
 Each process plays some rollouts and passes some through its model; all add up their gradients, and so take
 the steps that loop_ppo.py takes. docs/multigpu.md shows what differs from it, and why.
 
-K rollouts of each task start from the same state. What a rollout earned above the mean of the others is the
-advantage of all tokens that the model wrote in it. There is no value network; only E7 has a reference model.
+K rollouts of each task start from the same state. The advantage of every token that the model wrote in a
+rollout is the rollout's return minus the mean return of the others. There is no value network, and only E7
+needs a reference model.
 
 Paper: Chen et al. 2025, arXiv:2502.01600
   E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       Eq. 3      leave_one_out
@@ -18,14 +19,14 @@ Paper: Chen et al. 2025, arXiv:2502.01600
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
-Differs from the paper; in brackets what undoes it (docs/loop_ppo.md has the reasons):
-  D1  A tiny Llama that learned from flawed solutions (--model), in the place of a 32B model that can code.
-  D2  It learns on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
-  D3  Its learning rate falls linearly to zero (--no-anneal-lr): late steps undo less.
-  D4  E7 also leaves out these rollouts (--min-advantage 0); the paper does not say whether it does.
-  D5  E6 divides by the deviation with K - 1; the release divides E1, not R - mean R, by that with K.
+Differs from the paper; the option in brackets undoes it (docs/loop_ppo.md has the reasons):
+  D1  A tiny Llama trained on flawed solutions (--model) instead of a 32B model that can code.
+  D2  It trains on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
+  D3  The learning rate decays linearly towards zero (--no-anneal-lr): late steps then undo less.
+  D4  E7, too, leaves out rollouts with |A| < 0.01 (--min-advantage 0); the paper does not say what it does.
+  D5  E6 divides by the sample deviation (K - 1); the release divides E1, not R - mean R, by the one with K.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
-  D7  The paper's prompt for AppWorld has a worked example; this one has none: contexts are shorter.
+  D7  The paper's prompt for AppWorld has a worked example; this one has none, to keep contexts short.
 """
 
 import json
@@ -54,99 +55,99 @@ from envs import models, runs
 @dataclass
 class Args:
     # --- run
-    env: str = "apps"  # an id of `python -m envs` (appworld: D7) or yours (docs/your_world.md); append-only
-    world: str = ""  # its options, as NAME=VALUE,NAME=VALUE (docs/worlds), such as reward=success
-    seed: int = 1  # of everything random in the run; 0 or more
-    iterations: int = 120  # rounds of rollouts and updates (D6; release: 200); 0: only evaluates
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "apps"  # id from `python -m envs` (appworld: D7) or yours (docs/your_world.md); append-only
+    world: str = ""  # the world's options: NAME=VALUE,NAME=VALUE (docs/worlds), such as reward=success
+    seed: int = 1  # seed of everything random in the run; 0 or more
+    iterations: int = 120  # rounds of rollouts and updates (D6; release: 200); 0: only evaluate
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # or cuda: each process takes the GPU of its number
-    threads: int = 2  # on the CPU; take one beside other work, or to resume bit for bit
-    world_threads: int = 2  # worlds that step at the same time, while the model writes for the others
-    save_every: int = 20  # iterations between checkpoints; Ctrl-C writes one, too
+    threads: int = 2  # CPU threads; use one beside other work, or to resume bit for bit
+    world_threads: int = 2  # worlds that step in parallel while the model writes for the others
+    save_every: int = 20  # iterations between checkpoints; Ctrl-C also writes one
 
     # --- model
-    model: str = ""  # a causal LM: folder or Hugging Face name; "" takes the world's in checkpoints/ (D1)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
-    lora: bool = False  # train low-rank adapters only (needs the package peft)
-    lora_rank: int = 16  # of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
+    model: str = ""  # causal LM: folder or Hugging Face name; "" takes the world's in checkpoints/ (D1)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; losses and adapters stay float32
+    lora: bool = False  # train only low-rank adapters; needs the package peft
+    lora_rank: int = 16  # rank of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
     engine: str = ""  # http://HOST:PORT of a `vllm serve` that writes the turns; it needs --lora
 
     # --- data
-    max_difficulty: int = 3  # tasks above it are not trained on (paper: 2; see D2)
-    tasks: int = 16  # tasks in an iteration (paper: 40)
-    rollouts: int = 6  # K, rollouts of each task (paper: 6)
+    max_difficulty: int = 3  # do not train on tasks above it (paper: 2; see D2)
+    tasks: int = 16  # tasks per iteration (paper: 40)
+    rollouts: int = 6  # K, rollouts per task (paper: 6)
     worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations; a multiple of K
-    temperature: float = 1.0  # of sampling; log-probs are scored at the same one (paper: 1)
-    max_action_tokens: int = 48  # tokens after which a turn is cut (paper: 1,500)
-    context: int = 2048  # tokens after which a rollout is cut, at most the model's (paper: 32,000)
-    finish_all: float = 0.9  # rollouts stop when so many of those a process plays have ended ... (paper: 0.9)
-    finish_each: int = 4  # ... and so many of each task; those cut off leave their group (paper: 4)
+    temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
+    max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
+    context: int = 2048  # tokens after which a rollout is cut off, at most the model's (paper: 32,000)
+    finish_all: float = 0.9  # stop when this share of those a process plays has ended ... (paper: 0.9)
+    finish_each: int = 4  # ... and this number for each task; the others leave their group (paper: 4)
 
     # --- algorithm
-    level: Literal["token", "turn", "trajectory"] = "token"  # what has a ratio of its own: E3, E4, E5
+    level: Literal["token", "turn", "trajectory"] = "token"  # unit of the importance ratio w: E3, E4, E5
     normalise: bool = False  # E6 instead of E1 (GRPO, and LOOP RwNorm)
     epochs: int = 2  # passes over the rollouts of an iteration (release: 2; RLOO and GRPO: 1)
-    minibatch: int = 48  # rollouts in a step (release: 32); 0 takes all (RLOO and GRPO)
-    micro_batch: int = 16  # rollouts in a forward pass, those of about one length together
-    logit_chunk: int = 4096  # tokens whose logits are made at a time
+    minibatch: int = 48  # rollouts per step (release: 32); 0 takes all (RLOO and GRPO)
+    micro_batch: int = 16  # rollouts per forward pass, grouped by length
+    logit_chunk: int = 4096  # tokens whose logits are computed at a time
     clip: float = 0.2  # eps of E2 (release: 0.1)
-    lower_bound: Literal["minus", "over"] = "minus"  # of w: 1-eps (paper) or 1/(1+eps) (release)
-    min_advantage: float = 0.01  # rollouts with an advantage nearer to 0 are left out (paper: 0.01; 0: none)
-    kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 a second model is kept, but not with --lora
-    lr: float = 2e-4  # paper: 5e-5, for adapters of a 32B model
-    anneal_lr: bool = True  # it falls to zero over the iterations (D3)
+    lower_bound: Literal["minus", "over"] = "minus"  # lower bound of w: 1-eps (paper) or 1/(1+eps) (release)
+    min_advantage: float = 0.01  # leave out rollouts with A nearer to 0 (paper: 0.01; 0: none)
+    kl: float = 0.0  # weight of E7 (GRPO: 0.04); above 0 it keeps a second model, except with --lora
+    lr: float = 2e-4  # learning rate (paper: 5e-5, for adapters of a 32B model)
+    anneal_lr: bool = True  # the learning rate decays linearly towards zero (D3)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm (paper: 1; release: 0.1)
 
     # --- evaluation
     eval_every: int = 20  # iterations between evaluations
-    eval_episodes: int = 0  # tasks of an evaluation, from the first on; 0 takes all of the split
+    eval_episodes: int = 0  # tasks per evaluation, from the first on; 0 takes the whole split
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-@dataclass(eq=False)  # equal to itself only, however alike two rollouts of a task are
+@dataclass(eq=False)  # compared by identity: two rollouts of a task may be equal in all fields
 class Trajectory:
-    """A rollout: what the model read and wrote, token for token, and what the world made of it."""
+    """A rollout: the tokens that the model read and wrote, and what came of them in the world."""
 
-    task: int  # its number in the split
-    seed: int = 0  # of the world
-    world: object = None  # which it has to itself while it is played
+    task: int  # index of the task in the split
+    seed: int = 0  # seed of the world
+    world: object = None  # its own world while it is played
     answer: str = ""  # the world's name for the task
-    text: str = ""  # all that the world shows: prompt, action, reply, action ...
+    text: str = ""  # all that the world has shown: prompt, action, reply, action ...
     ids: list[int] = field(default_factory=list)  # prompt, turn, reply, turn ...; never tokenised again
-    logps: list[float] = field(default_factory=list)  # of the sampled tokens, by the sampler
-    turns: list[range] = field(default_factory=list)  # where in the ids the sampled tokens of each turn stand
-    said: list[tuple[str, str]] = field(default_factory=list)  # action, as the world took it, and its reply
-    turn_records: list[dict] = field(default_factory=list)  # of each turn, for rollouts.jsonl
+    logps: list[float] = field(default_factory=list)  # log-probs of the sampled tokens, from the sampler
+    turns: list[range] = field(default_factory=list)  # where in `ids` the sampled tokens of each turn are
+    said: list[tuple[str, str]] = field(default_factory=list)  # each action, as the world took it, and reply
+    turn_records: list[dict] = field(default_factory=list)  # a record of each turn, for rollouts.jsonl
     total: float = 0.0  # the return
     success: bool = False
-    terminated: bool = False  # the world ended it; if not, the limit of turns or the context did
+    terminated: bool = False  # the world ended it, not the turn limit or the context
     cut: bool = False  # the context ended it
-    fate: str = "playing"  # then "ended", or "dropped" (a straggler), "broken" (its world): not learned from
+    fate: str = "playing"  # then "ended"; or "dropped" (a straggler) or "broken" (world): not trained on
 
     # --- while it is played
-    turn_start: int = 0  # where in the ids the present turn begins
-    pending: Future | None = None  # what the world will say, while it is at work
-    u_T: object = ()  # random numbers, one for each token that it may write
+    turn_start: int = 0  # where in `ids` the current turn begins
+    pending: Future | None = None  # the world's reply, while it is being computed
+    u_T: object = ()  # uniform random numbers, one for each token that it may write
 
-    # --- while it is learned from; log-probs are of the sampled tokens [M]
+    # --- while it is trained on; log-probs are of the sampled tokens [M]
     advantage: float | None = None  # E1 or E6; the same for all its tokens
-    old_logp_M: torch.Tensor | None = None  # by the model as it was before the first step
-    ref_logp_M: torch.Tensor | None = None  # by the model of the start (E7)
+    old_logp_M: torch.Tensor | None = None  # by the model before the first step
+    ref_logp_M: torch.Tensor | None = None  # by the initial model (E7)
 
 
 def padded(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of numbers as one tensor [B, T], filled up on the right. A row may be empty."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right. A row may be empty."""
     T = max(map(len, rows))
     return torch.tensor([row + [0] * (T - len(row)) for row in rows])
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: B rows of a batch, R rows that a pass reads, T tokens of a row, Q those that a pass
-# reads, M sampled tokens of a rollout, N of a batch (one a row in sample_tokens), C of a chunk, K rollouts
-# of a task, P tasks, V vocabulary, H hidden, D of an attention head.
+# Suffixes name the axes: B rows of a batch, R of them that a forward pass reads, T tokens of a row, Q of them
+# that a pass reads; sampled tokens: M of a rollout, N of a batch (in sample_tokens, one a row), C of a chunk;
+# K rollouts of a task, P tasks, V vocabulary, H hidden size, D size of an attention head.
 def leave_one_out(return_K) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
     K = len(return_K)
@@ -154,12 +155,12 @@ def leave_one_out(return_K) -> torch.Tensor:
 
 
 def normalised(return_K) -> torch.Tensor:
-    """E6: returns minus their mean, over their standard deviation [K]; 0 where all are the same."""
+    """E6: returns minus their mean, divided by their standard deviation [K]; 0 if all are equal."""
     return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
 
 
 def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
-    """w of each sampled token [M]: the token's own, its turn's or the rollout's; `lengths` are the turns'."""
+    """w of each sampled token [M]: that of the token, its turn or the rollout; `lengths` are the turns'."""
     log_w_M = logp_M - old_logp_M  # E3
     if level == "turn":
         turns = log_w_M.split(lengths)
@@ -167,7 +168,7 @@ def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
         log_w_M = torch.cat(sums)
     if level == "trajectory":
         log_w_M = log_w_M.sum().expand_as(log_w_M)  # E5
-    return log_w_M.clamp(max=80).exp()  # beyond 88 it would be infinite, and its clipped gradient 0 * inf
+    return log_w_M.clamp(max=80).exp()  # above 88 exp is inf, and the gradient where clipped 0 * inf = nan
 
 
 def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
@@ -185,44 +186,44 @@ def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
 
 
 def kl_penalty(logp_M, ref_logp_M) -> torch.Tensor:
-    """E7: an estimate of KL(pi || pi_ref) from the tokens sampled, never negative [M]."""
+    """E7: an estimate of KL(pi || pi_ref) at each sampled token [M], never negative."""
     d_M = ref_logp_M - logp_M
     return d_M.exp() - d_M - 1  # E7
 
 
 # ---------------------------------------------------------- 4. models
 def make_model(args: Args, source: str):
-    """The model as it is trained, with its tokenizer; LoRA trains all linear layers but the head."""
-    on_cpu = replace(args, device="cpu")  # in float32 it may not fit on the device
+    """Loads the model, ready for training, with its tokenizer; LoRA adapts all linear layers but the head."""
+    on_cpu = replace(args, device="cpu")  # the float32 weights may not fit on the device
     model = models.load(transformers.AutoModelForCausalLM, source, on_cpu)
     models.prepare(model, args)
     return model
 
 
 class Memory:
-    """What the model has read of each rollout of a batch: keys and values, and the last hidden state [B, H].
+    """Key-value cache of a batch of rollouts, and the hidden state of each one's last token [B, H].
 
-    A token's column is its position in its rollout. So rows need no padding between turns, and what padding
-    writes behind the end of a row is overwritten before anyone can see it.
+    A token's column is its position in its rollout. So no padding is needed between turns, and what padding
+    writes behind the end of a row is overwritten before any token can see it.
     """
 
     def __init__(self, model, batch):
         B = len(batch)
         self.model = model
         self.stored = {}  # layer -> its keys and values [2, B, columns, heads, D]
-        self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read
+        self.length_B = torch.zeros(B, dtype=torch.long)  # tokens read so far
         self.hidden_BH = torch.zeros(B, 0)
         self.read(batch)
 
     def keep(self, rows: list[int]) -> None:
-        """These rows and no others, in this order; a row may be named more than once."""
+        """Keeps only these rows, in this order; a row may be given more than once."""
         self.length_B = self.length_B[rows]
         self.hidden_BH = self.hidden_BH[rows]
-        for layer in self.stored:  # one by one: two whole caches would not fit
+        for layer in self.stored:  # layer by layer: two whole caches may not fit
             self.stored[layer] = self.stored[layer][:, rows]
 
     def read(self, batch) -> None:
-        """Reads what is new in every rollout, but not in those that wait for their world."""
+        """Reads the new tokens of every rollout, except those that wait for their world."""
         pieces = []
         lengths = self.length_B.tolist()
         for t, length in zip(batch, lengths, strict=True):
@@ -231,11 +232,11 @@ class Memory:
         if not any(pieces):
             return
 
-        # the rows that are run, what is new in them, and the columns where that belongs
+        # the rows to run, their new tokens, and the columns of these
         size_B = torch.tensor([len(piece) for piece in pieces])
         Q = max(map(len, pieces))
         rows = size_B.nonzero()[:, 0]
-        if Q == 1:  # all rows, also those with nothing new: to pick out keys of some takes longer
+        if Q == 1:  # all rows, even with nothing new: selecting the keys of some takes longer
             rows = slice(None)
         size_R = size_B[rows]
         ids_RQ = padded(pieces)[rows]
@@ -247,11 +248,11 @@ class Memory:
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ,
-            attention_mask=models.mask_of(self.model, visible),  # of four axes: is taken as it is
+            attention_mask=models.mask_of(self.model, visible),  # has four axes, so it is used as it is
             past_key_values=cache,
             use_cache=True,
         )
-        # Each row's last new token is number size - 1 of Q; a row with nothing new keeps what it had.
+        # The last new token of a row is number size - 1 of Q; a row with nothing new keeps its old state.
         row_R = torch.arange(len(size_R))
         last_RH = output.last_hidden_state[row_R, size_R - 1]
         if 0 in self.hidden_BH.shape:  # the first pass, which has all rows
@@ -261,17 +262,17 @@ class Memory:
 
 
 class Pass(transformers.Cache):
-    """What one forward pass takes for its cache: the keys and values of a memory, in some of its rows.
+    """The cache that one forward pass is given: some rows of a Memory's keys and values.
 
-    Each layer of the model calls `update` once, with what it has made of the new tokens.
+    Each layer of the model calls `update` once, with the keys and values of the new tokens.
     """
 
     def __init__(self, stored, rows, column_RQ):
         super().__init__(layers=[])
-        self.stored = stored  # the memory's own
+        self.stored = stored  # the Memory's own dict
         self.rows = rows  # indices or a slice
-        self.column_RQ = column_RQ  # of the new tokens
-        self.width = int(column_RQ.max()) + 1  # columns that are seen
+        self.column_RQ = column_RQ  # columns of the new tokens
+        self.width = int(column_RQ.max()) + 1  # columns that may be seen
 
     def update(self, keys, values, layer, *args, **kwargs):
         """Stores new keys and values [R, heads, Q, D]; returns those of all columns [R, heads, width, D]."""
@@ -280,8 +281,8 @@ class Pass(transformers.Cache):
         store = self.stored.get(layer, empty)
         missing = self.width - store.shape[2]
         if missing > 0:
-            more = missing + self.width // 4  # so that it rarely grows
-            behind = (0, 0, 0, 0, 0, more)  # two numbers each for D, heads and columns
+            more = missing + self.width // 4  # spare columns, so that it rarely grows
+            behind = (0, 0, 0, 0, 0, more)  # before and after, for D, heads and columns
             store = nn.functional.pad(store, behind)
             self.stored[layer] = store
         row_R = torch.arange(store.shape[1])[self.rows]
@@ -367,7 +368,7 @@ def gathered(own):
 
 
 def make_worlds(args: Args, split: str) -> list:
-    """Worlds of a split; one without splits gives all its tasks."""
+    """Makes the worlds of a split; a world without splits has all its tasks in each."""
     options = envs.options(args.world)
     world = envs.make(args.env, **options)
     if not world.append_only:
@@ -378,9 +379,9 @@ def make_worlds(args: Args, split: str) -> list:
 
 
 def listen(t: Trajectory, tokenizer, args) -> None:
-    """Takes in what the world says, waiting for it if need be.
+    """Adds the world's answer to the rollout, waiting for it if necessary.
 
-    A rollout without room for a turn ends. What the world charges for the turns left is the last one's.
+    A rollout without room for another turn ends; the cost of the turns left is added to its last turn.
     """
     try:
         result = t.pending.result()
@@ -388,7 +389,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
         t.fate = "broken"
         t.text += str(error)
         return
-    if t.ids:  # the prompt was there
+    if t.ids:  # not the first answer, which is the prompt
         take_reply(t, tokenizer, *result)
     else:
         t.text, info = result
@@ -406,7 +407,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
 
 
 def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
-    """Takes in what a world's `step` returns; `text` is t.text, the action and its reply."""
+    """Adds what a world's `step` returned to the rollout; `text` is t.text, the action and its reply."""
     turn = range(t.turn_start, len(t.ids))
     action = info["action"]  # as the world took it
     reply = text.removeprefix(t.text + action)
@@ -419,7 +420,7 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     t.total += reward
 
     end = tokenizer.eos_token_id
-    if t.ids[-1] != end:  # the turn was cut: its end is added, not sampled
+    if t.ids[-1] != end:  # cut off: the end is added, not sampled
         t.ids.append(end)
     t.ids += models.encode_reply(tokenizer, reply)
     if terminated or truncated:
@@ -429,7 +430,7 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
 
 
 def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
-    """Adds a token to the turn. Returns the action if the turn is over: by the end token, or cut."""
+    """Adds a token to the turn. If that ends the turn (end token, or too long), returns the action."""
     t.ids.append(token)
     t.logps.append(logp)
     turn = t.ids[t.turn_start :]
@@ -439,7 +440,7 @@ def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
 
 
 def sample_tokens(logits_NV, u_N, greedy):
-    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -453,9 +454,9 @@ def sample_tokens(logits_NV, u_N, greedy):
 
 
 def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=False):
-    """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory of each.
+    """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory for each.
 
-    `seeds` are the worlds', `draws` those of what is sampled.
+    `seeds` are those of the worlds, `draws` those of token sampling.
     """
     u_NT = models.uniform(models.streams(draws), args.context).numpy()  # a list would be eight times as large
     n = len(worlds)
@@ -474,7 +475,7 @@ def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=Fal
 
 
 def start(played, pool, tokenizer, args) -> None:
-    """Starts each rollout's world and takes in the prompts; WorldBroken if no world starts."""
+    """Resets each rollout's world and takes its prompt; raises WorldBroken if no world starts."""
     for t in played:
         t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
     for t in played:
@@ -485,10 +486,10 @@ def start(played, pool, tokenizer, args) -> None:
 
 @torch.no_grad()
 def play_together(model, played, args, greedy, may_drop) -> None:
-    """Plays rollouts side by side, each in its world; `may_drop`: until enough of them have ended.
+    """Plays rollouts side by side, each in its own world; with `may_drop` only until enough have ended.
 
-    Worlds step while other rows go on writing. When a quarter of the rows wait, their replies are read
-    together: a moment counted in rows, so that threads do not change the outcome.
+    Worlds step while other rows go on writing. Replies are read together, once a quarter of the rows wait for
+    theirs: counting rows, not time, keeps the outcome independent of the threads' timing.
     """
     tokenizer = model.tokenizer
     with ThreadPoolExecutor(args.world_threads) as pool:
@@ -496,8 +497,8 @@ def play_together(model, played, args, greedy, may_drop) -> None:
         batch = [t for t in played if t.fate == "playing"]
         memory = read_prompts(model, batch)
 
-        while batch:  # row b of the memory is that of batch[b]
-            # 1. one token for all that write
+        while batch:  # row b of the memory belongs to batch[b]
+            # 1. one token for each row that is writing
             logits_BV = models.logits_of(model, memory.hidden_BH).float() / args.temperature
             u_B = torch.tensor([t.u_T[len(t.logps)] for t in batch])
             token_B, logp_B = sample_tokens(logits_BV, u_B, greedy)
@@ -510,7 +511,7 @@ def play_together(model, played, args, greedy, may_drop) -> None:
                     t.pending = pool.submit(t.world.step, action)
             memory.read(batch)
 
-            # 2. the replies; those that have ended leave the batch
+            # 2. the replies; rollouts that have ended leave the batch
             waiting = [t for t in batch if t.pending]
             if 4 * len(waiting) < len(batch):
                 continue
@@ -553,7 +554,7 @@ def play_by_engine(model, played, args, greedy, may_drop) -> None:
 
 
 def probe_memory(model) -> None:
-    """Raises ValueError for a model that the rollouts read otherwise than it reads by itself."""
+    """Raises ValueError if the model's states in our cache differ from those of its own forward pass."""
     ids_BT = models.probe_ids(model)
     *ids, last = ids_BT[0].tolist()
     t = Trajectory(0, ids=ids)
@@ -569,7 +570,7 @@ def probe_memory(model) -> None:
 
 
 def read_prompts(model, batch) -> Memory:
-    """A memory with a row for each rollout. A prompt is read once, however many rollouts begin with it."""
+    """A Memory with a row for each rollout. Each distinct prompt is read only once."""
     different = {t.text: t for t in batch}
     memory = Memory(model, list(different.values()))
     prompts = list(different)
@@ -578,8 +579,8 @@ def read_prompts(model, batch) -> Memory:
 
 
 def has_enough(played, finish_all, finish_each) -> bool:
-    """Whether so many rollouts have ended, of all and of each task, that the rest may be dropped."""
-    whole = [t for t in played if t.fate != "broken"]  # a broken one is not waited for
+    """Whether enough rollouts have ended, of all and of each task, for the rest to be dropped."""
+    whole = [t for t in played if t.fate != "broken"]  # nobody waits for broken ones
     number = Counter(t.task for t in whole)
     ended = Counter(t.task for t in whole if t.fate == "ended")
     of_each = all(ended[task] >= min(finish_each, number[task]) for task in number)
@@ -588,9 +589,9 @@ def has_enough(played, finish_all, finish_each) -> bool:
 
 # ---------------------------------------------------------- 6. updates
 def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
-    """Sets the advantage of all rollouts that ended, where a task has two of these; returns them.
+    """Sets the advantages of the rollouts that ended, if at least two of their task did; returns these.
 
-    The K rollouts of a task are neighbours.
+    The K rollouts of a task are consecutive in `played`.
     """
     if K < 2:
         raise ValueError(f"--rollouts {K}: a rollout is judged by the others of its task, so it takes two")
@@ -601,7 +602,7 @@ def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
         if len(group) < 2:
             continue
         returns = [t.total for t in group]
-        return_K = torch.tensor(returns, dtype=torch.float64)  # in float32 equals may differ from their mean
+        return_K = torch.tensor(returns, dtype=torch.float64)  # float32: the mean of equals may differ
         advantage_K = leave_one_out(return_K)
         if normalise:
             advantage_K = normalised(return_K)
@@ -612,11 +613,11 @@ def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
 
 
 def states_before_sampled(model, batch):
-    """The hidden states from which the sampled tokens are predicted [N, H], and these tokens [N].
+    """The hidden states that predict the sampled tokens [N, H], and these tokens [N].
 
-    Rows are padded behind their end, which no causal model can see.
+    Padding is on the right, where a causal model cannot see it.
     """
-    rows = [t.ids[: t.turns[-1].stop] for t in batch]  # what the world said last is answered by nobody
+    rows = [t.ids[: t.turns[-1].stop] for t in batch]  # without the world's last reply, which no turn follows
     ids_BT = padded(rows)
     is_sampled_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     for b, t in enumerate(batch):
@@ -628,17 +629,17 @@ def states_before_sampled(model, batch):
 
 
 def token_logps(head, hidden_CH, token_C, temperature) -> torch.Tensor:
-    """Log-probs of tokens [C], at the temperature of sampling."""
+    """Log-probs of tokens [C] at the sampling temperature."""
     logits_CV = head(hidden_CH).float() / temperature
     return -nn.functional.cross_entropy(logits_CV, token_C, reduction="none")
 
 
 def score(model, trajectories, args):
-    """Yields micro-batches of about one length: pairs of a rollout and its sampled tokens' log-probs [M].
+    """Yields micro-batches of similar length: pairs of a rollout and its sampled tokens' log-probs [M].
 
     Those of this process alone; so all have about as many rollouts, and of about the same lengths.
 
-    Logits are made at sampled tokens only, some at a time, and with --gradient-checkpointing made again in
+    Logits are computed at sampled tokens only, a chunk at a time, and with --gradient-checkpointing again in
     the backward pass: [B, T, V] never exists.
     """
     by_length = sorted(trajectories, key=lambda t: len(t.ids))[runs.rank() :: runs.processes()]
@@ -661,7 +662,7 @@ def score(model, trajectories, args):
 
 @torch.no_grad()
 def read_old(model, trajectories, args) -> None:
-    """Sets the old log-probs of rollouts: those by the model as it is before the first step."""
+    """Sets the old log-probs of rollouts: those of the model before the first step."""
     for pairs in score(model, trajectories, args):
         for t, logp_M in pairs:
             t.old_logp_M = logp_M
@@ -669,7 +670,7 @@ def read_old(model, trajectories, args) -> None:
 
 @torch.no_grad()
 def read_ref(ref_model, trajectories, args) -> None:
-    """Sets the log-probs by the model of the start (E7); with LoRA that is the one without its adapters."""
+    """Sets the log-probs of the initial model (E7); with LoRA that is the model without its adapters."""
     with models.without_adapters(ref_model):
         for pairs in score(ref_model, trajectories, args):
             for t, logp_M in pairs:
@@ -700,13 +701,13 @@ def sum_gradients(optimizer):
 
 
 def rollout_loss(t: Trajectory, logp_M, args):
-    """-E2, and E7 if asked for, as the mean over a rollout's tokens; and what is logged of it, as a dict."""
+    """The loss of a rollout: the mean over its tokens of -E2, plus E7 if --kl is set; and metrics, a dict."""
     advantage = torch.tensor(t.advantage)
     lengths = [len(turn) for turn in t.turns]
     w_M = ratios(logp_M, t.old_logp_M, lengths, args.level)
     gain_M = surrogate(w_M, advantage, args.clip, args.lower_bound)
     is_clipped_M = gain_M < w_M * advantage
-    log_w_M = w_M.clamp(min=1e-35).log()  # a w of 0 has none
+    log_w_M = w_M.clamp(min=1e-35).log()  # log 0 is -inf
     gap_M = t.old_logp_M - torch.tensor(t.logps)
     gap = models.gap_of(gap_M, args.dtype)
     models.check_gap(gap, args.dtype)
@@ -724,9 +725,9 @@ def rollout_loss(t: Trajectory, logp_M, args):
 
 
 def step(model, optimizer, minibatch, size, args):
-    """One step of the optimiser on a minibatch, `size` being that of a full one. Returns what is logged.
+    """One optimiser step on a minibatch; `size` is that of a full minibatch.
 
-    That is a dict for each rollout, and one for the step.
+    Returns a dict of metrics for each rollout, and one for the step.
     """
     optimizer.zero_grad()
     figures = []
@@ -734,7 +735,7 @@ def step(model, optimizer, minibatch, size, args):
     for pairs in score(model, minibatch, args):
         loss = torch.zeros(())
         for t, logp_M in pairs:
-            if t.old_logp_M is None:  # in the first step
+            if t.old_logp_M is None:  # first step: nothing has changed yet
                 t.old_logp_M = logp_M.detach()
             loss_of_t, figures_of_t = rollout_loss(t, logp_M, args)
             loss = loss + loss_of_t / size
@@ -749,20 +750,20 @@ def step(model, optimizer, minibatch, size, args):
 
 
 def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
-    """Some epochs of steps with the rollouts of an iteration that have an advantage; returns figures."""
+    """Epochs of steps on those of an iteration's rollouts that have an advantage; returns metrics."""
     kept = [t for t in judged if abs(t.advantage) >= args.min_advantage]
     if not kept:
         return {"update/filtered": 1.0}
     size = args.minibatch or len(kept)
     minibatches = []
     for _ in range(args.epochs):
-        order = rng.permutation(len(kept))  # without regard to tasks
+        order = rng.permutation(len(kept))  # a minibatch may split a task's group
         shuffled = [kept[i] for i in order]
         for i in range(0, len(kept), size):
             minibatches.append(shuffled[i : i + size])
 
-    # Old log-probs come from `score`, not from the sampler (App. D). Those of the first minibatch stay None
-    # here: its step, before which nothing has changed, takes its own.
+    # Old log-probs come from `score`, not from the sampler (App. D). The first minibatch has None here: the
+    # model has not changed before its step, which therefore uses the log-probs it computes itself.
     first = minibatches[0]
     for t in first:
         t.old_logp_M = None
@@ -773,7 +774,7 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
 
     of_rollouts = []
     of_steps = []
-    for minibatch in minibatches:  # the last of an epoch may be smaller: it weighs less
+    for minibatch in minibatches:  # a smaller last one of an epoch weighs less
         figures, of_step = step(model, optimizer, minibatch, size, args)
         if minibatch is first:  # now each has been read, by one process or another
             exchange(kept, "old_logp_M")
@@ -789,12 +790,12 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
 
 # ---------------------------------------------------------- 7. evaluation
 def named(tag: str, figures: dict[str, float]) -> dict[str, float]:
-    """Figures by the names that `tag` makes: "habit/{}" gives habit/no_op."""
+    """Metrics renamed by `tag`: with "habit/{}", no_op becomes habit/no_op."""
     return {tag.format(name): figure for name, figure in figures.items()}
 
 
 def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
-    """Figures of every task of a split, with sampled and with greedy turns."""
+    """Metrics over the tasks of a split, with sampled and with greedy turns."""
     worlds = make_worlds(args, split)
     sampled = play_all(model, worlds, args, greedy=False)
     greedy = play_all(model, worlds, args, greedy=True)
@@ -804,9 +805,9 @@ def evaluate(model, args: Args, split: str, tag: str) -> dict[str, float]:
 
 
 def play_all(model, worlds, args, greedy: bool) -> dict:
-    """Figures of all tasks, played from the same seed every time, so that evaluations compare."""
+    """Metrics over all tasks, played with the same seeds every time, so that evaluations are comparable."""
     tasks = list(range(worlds[0].num_tasks))[: args.eval_episodes or None]
-    played = rollout(model, worlds, tasks, tasks, tasks, args, greedy)  # a task's number is its seed
+    played = rollout(model, worlds, tasks, tasks, tasks, args, greedy)  # a task's index is also its seed
     solved = {t.task: t.success for t in played}
     metrics = {"return": fmean(t.total for t in played), "success": fmean(solved.values())}
     metrics["cut"] = fmean(t.cut for t in played)
@@ -816,13 +817,13 @@ def play_all(model, worlds, args, greedy: bool) -> dict:
 
 
 def average(values) -> float:
-    """Their mean; 0 if there are none."""
+    """The mean; 0 if there are no values."""
     return fmean(values or [0.0])
 
 
 def behaviour(played, world) -> dict:
-    """Figures of an iteration's rollouts, and the habits that the world counts."""
-    ended = [t for t in played if t.fate == "ended"]  # of the others the return is not known
+    """Metrics of an iteration's rollouts, and the habits that the world counts."""
+    ended = [t for t in played if t.fate == "ended"]  # the returns of the others are not known
     metrics = {
         "rollout/return": average([t.total for t in ended]),
         "rollout/success": average([t.success for t in ended]),
@@ -855,7 +856,7 @@ def sample_of(t: Trajectory, iteration) -> dict:
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict:
-    """Iterations of rollouts and updates; returns what it writes to summary.json."""
+    """Alternates rollouts and updates; returns what it writes to summary.json."""
     join_others(args)
     run = runs.Run(args, "loop_ppo_multigpu")
     worlds = make_worlds(args, "train")
@@ -863,19 +864,19 @@ def main(args: Args) -> dict:
     difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
     trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
 
-    # --- all that learns, as it starts
+    # --- model and optimiser, as they start
     source = args.model or models.checkpoint_of(world)  # D1
     model = make_model(args, source)
     ref_model = models.reference_of(model) if args.kl else None
     args.context = min(args.context, model.context)
-    device = None if args.device == "cpu" else args.device  # the CPU is it anyhow; saying so slows all down
+    device = None if args.device == "cpu" else args.device  # the CPU is the default; setting it slows all
     torch.set_default_device(device)
     probe_memory(model)
     model.engine = Engine(args)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-    optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # the release's
+    optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # as in the release
 
-    # --- a new run, or one that goes on
+    # --- a new run, or a resumed one
     run.start({"parameters": parameters, "optimizer": optimizer}, episodes=0)
     model.engine.take(model, run)
     shown = "return|success$|no_op|filtered"
@@ -883,7 +884,7 @@ def main(args: Args) -> dict:
         run.log(evaluate(model, args, "dev", "eval/{}"), shown)
 
     for iteration in run.iterations(args.iterations):
-        # 1. K rollouts of some tasks, all of a task from one seed
+        # 1. K rollouts of some tasks, those of a task from the same seed
         began = time.time()
         K = args.rollouts
         is_short = len(trained_on) < args.tasks
@@ -895,7 +896,7 @@ def main(args: Args) -> dict:
         played = rollout(model, worlds, tasks, seeds, draws, args, may_drop=True)
         rolled = time.time()
 
-        # 2. their advantages, and some steps
+        # 2. advantages, and some steps
         lr = args.lr
         if args.anneal_lr:
             lr *= 1 - (iteration - 1) / args.iterations  # D3
@@ -905,7 +906,7 @@ def main(args: Args) -> dict:
         metrics |= update(model, optimizer, judged, args, run.rng, ref_model)
         model.engine.take(model, run)
 
-        # 3. the books
+        # 3. metrics, evaluation, checkpoint
         run.state["episodes"] += len(played)
         metrics["time/rollout"] = rolled - began
         metrics["time/update"] = time.time() - rolled
@@ -913,7 +914,7 @@ def main(args: Args) -> dict:
         metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
         if run.is_due(args.eval_every):
             metrics |= evaluate(model, args, "dev", "eval/{}")
-        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and what is odd
+        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and failed ones
         samples = [sample_of(t, iteration) for t in told]
         run.log(metrics, shown, samples)
         run.stopped = any(gathered([run.asked]))  # all stop after the same iteration
