@@ -1,12 +1,12 @@
-"""LGE: a Guide prunes the valid actions of a text world, an Explorer (DRRN) learns which of the rest to take.
+"""LGE: a Guide prunes a text world's valid actions, and an Explorer (DRRN) learns which of the rest to take.
 
-    python lge_drrn.py                  # in the school, a small world of our own: a minute of one core
+    python lge_drrn.py                  # in the school, a small world of our own: a minute on one core
     python lge_drrn.py --guide none     # plain DRRN
-    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes beside another; 55, 62, 47
+    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes; test score 55, 62, 47
     python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 
-The explorer is a Q function of a state (task and observation, room, inventory) and an action, all in words.
-The guide, from guide_simcse.py, knows the task alone: of hundreds of valid actions it keeps the nearest 50.
+The explorer is a Q function of a state (task and observation, room, inventory) and an action, all as text.
+The guide, from guide_simcse.py, knows only the task: of hundreds of valid actions it keeps the nearest 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
@@ -15,17 +15,20 @@ Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXi
   E4  pi(a|s) ~ exp Q(s,a) / temperature; argmax in evaluation            Alg. 1, 3.1.1     sample
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
-  D1  Targets and player use a copy of the network, renewed every 50 updates (--copy-every 1): fewer texts.
+  D1  Targets and actions come from a copy of the network, renewed every 50 updates (--copy-every 1): a text
+      is encoded once per renewal.
   D2  A hidden layer with ReLU, as in the authors' code; the paper has one linear layer.
   D3  Positive rewards fill the memory's priority half (--priority released): the authors leave it empty.
-  D4  The step limit bootstraps, and no transition crosses a reset, as one in each of the authors' episodes.
-  D5  Byte pairs trained on the world's own text, which may span words; the authors bring 8,000 unigrams.
+  D4  The value is bootstrapped at the step limit, and no transition crosses a reset; in the authors' code one
+      does in every episode.
+  D5  Byte pairs, which may span words, trained on the world's own text; the authors provide 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
-  D7  The learning rate falls from ten times the paper's to the paper's (--lr 1e-4): a fortieth of its steps.
-  D8  The value of a next state is at most the points that are left to be had there (--no-bound-targets).
-  D9  The Huber loss is squared up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
+  D7  The learning rate decays from ten times the paper's to the paper's (--lr 1e-4), as the steps are only a
+      fortieth of the paper's.
+  D8  The value of a next state is at most the points still to be won there (--no-bound-targets).
+  D9  The Huber loss is quadratic up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
   D10 The state has the task, as in the authors' code: all variations of a task share one network.
-  D11 In the school episodes of 40 steps, half the width, gamma 0.7, E4 with Q / 5: its runs are short.
+  D11 In the school, whose runs are short: episodes of 40 steps, half the width, gamma 0.7, E4 with Q / 5.
 """
 
 import time
@@ -45,7 +48,7 @@ from envs import models, runs
 from envs.worlds import school, scienceworld
 
 WORLDS = {"school": school, "scienceworld": scienceworld}
-SETTINGS = {  # of a world, unless given (D11)
+SETTINGS = {  # defaults of each world (D11)
     "school": {
         "steps": 600,
         "step_limit": 40,
@@ -69,60 +72,60 @@ SETTINGS = {  # of a world, unless given (D11)
 @dataclass
 class Args:
     # --- run
-    env: str = "school"  # or scienceworld, which wants Java
-    task: str = "find-living-thing"  # by name or by the paper's number, as T12
-    seed: int = 1  # of everything random in the run; 0 or more
-    steps: int = 0  # of each world; 0, here and below: as SETTINGS has it (paper: 100,000)
-    worlds: int = 8  # played side by side (paper: 8, A.1.3)
-    step_limit: int = 0  # actions after which an episode is cut off (paper: 100)
-    simplifications: Literal["", "easy"] = "easy"  # of the world (authors' flag: easy)
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "school"  # or scienceworld, which needs Java
+    task: str = "find-living-thing"  # by name or by the paper's number, such as T12
+    seed: int = 1  # seed of everything random in the run; 0 or more
+    steps: int = 0  # per world; 0, here and below: the default in SETTINGS (paper: 100,000)
+    worlds: int = 8  # worlds played in parallel (paper: 8, A.1.3)
+    step_limit: int = 0  # actions after which an episode is truncated (paper: 100)
+    simplifications: Literal["", "easy"] = "easy"  # those of the world (authors' flag: easy)
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # of the network on the CPU; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads of the network; with one, resuming is exact to the bit
     log_every: int = 100  # steps between lines of metrics
 
     # --- model
-    guide: str = "auto"  # a guide's folder; auto: the newest in --runs or the ready-made; none: plain DRRN
-    explorer: Literal["drrn", "random"] = "drrn"  # random: any of the actions that the guide leaves
+    guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or the one supplied; none: plain DRRN
+    explorer: Literal["drrn", "random"] = "drrn"  # random: uniform over the actions that the guide keeps
     hidden: int = 0  # size of embeddings and GRUs (paper: 128)
     vocabulary: int = 0  # size of the byte-pair vocabulary (D5)
-    vocabulary_steps: int = 50  # random steps of each world whose text the vocabulary is trained on
+    vocabulary_steps: int = 50  # random steps of each world that yield the text to train the vocabulary on
 
     # --- data
     memory: int = 100_000  # transitions in the replay memory (paper: 100,000)
-    priority: Literal["gain", "released"] = "gain"  # what the priority part has: rewards, or nothing (D3)
-    priority_fraction: float = 0.5  # size of that part, and its share of a batch (paper: 0.5; 0: none)
+    priority: Literal["gain", "released"] = "gain"  # what is prioritised: rewards above 0, or nothing (D3)
+    priority_fraction: float = 0.5  # priority part of the memory and of a batch (paper: 0.5; 0: none)
 
     # --- algorithm
-    top_k: int = 50  # actions that the guide leaves (paper: 50)
-    prune_navigation: bool = False  # "go to ..." and "teleport to ...", too (D6)
-    epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prunes)
+    top_k: int = 50  # actions that the guide keeps (paper: 50)
+    prune_navigation: bool = False  # also prune "go to ..." and "teleport to ..." (D6)
+    epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prune)
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
-    target_actions: Literal["valid", "pruned"] = "valid"  # a' of E2; pruned: what the release claims
-    batch: int = 64  # transitions in an update, one in each step of the worlds (authors' default: 64)
-    lr: float = 1e-3  # of Adam, at the start (D7; paper: 1e-4)
-    lr_end: float = 1e-4  # at the end, to which it falls on a straight line (D7)
-    huber_delta: float = 100.0  # error in points from which E3 is linear (D9; paper: 1)
-    bound_targets: bool = True  # no value above the points that are still to be had (D8)
+    target_actions: Literal["valid", "pruned"] = "valid"  # a' in E2; pruned: as the authors' code claims
+    batch: int = 64  # transitions per update; one update per step of the worlds (authors' default: 64)
+    lr: float = 1e-3  # Adam's initial learning rate (D7; paper: 1e-4)
+    lr_end: float = 1e-4  # final learning rate; the decay is linear (D7)
+    huber_delta: float = 100.0  # error in points above which E3 is linear (D9; paper: 1)
+    bound_targets: bool = True  # bound values by the points still to be won (D8)
     gamma: float = 0.0  # discount (authors' default: 0.9)
-    temperature: float = 0.0  # of E4, in points (paper: 1)
+    temperature: float = 0.0  # temperature of E4, in points (paper: 1)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
-    copy_every: int = 50  # updates after which the copy is renewed (D1)
+    copy_every: int = 50  # updates between renewals of the copy (D1)
 
     # --- evaluation
-    eval_every: int = 2_500  # steps between evaluations and checkpoints (paper: 1,000; 0: at the end alone)
+    eval_every: int = 2_500  # steps between evaluations and checkpoints (paper: 1,000; 0: only at the end)
     eval_episodes: int = 50  # greedy episodes on test variations (paper: 10; 0: none)
     dev_episodes: int = 10  # greedy episodes on dev variations (0: none)
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-FIELDS = ("observation", "look", "inventory")  # of a state, each with a GRU of its own
+FIELDS = ("observation", "look", "inventory")  # texts of a state, each with a GRU of its own
 
 
 class Texts:
-    """All different texts met so far: a text is kept, tokenised and embedded once and then is a number."""
+    """All distinct texts met so far: each is stored, tokenised and embedded once, then known by number."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -131,11 +134,11 @@ class Texts:
         self.numbers = {}  # text -> its place in both lists
 
     def add(self, text):
-        """The number of a text, which is a new one if it has none."""
+        """The number of a text; a new text gets the next one."""
         if text not in self.numbers:
             self.numbers[text] = len(self.texts)
             self.texts.append(text)
-            ids = self.tokenizer.encode(text + "\n").ids  # the newline: no text is without a token
+            ids = self.tokenizer.encode(text + "\n").ids  # the newline: even an empty text has a token
             self.tokens.append(torch.tensor(ids))
         return self.numbers[text]
 
@@ -149,7 +152,7 @@ class Texts:
 
 
 class View(NamedTuple):
-    """What a world shows, each text as its number in `Texts`."""
+    """What a world shows; each text is its number in `Texts`."""
 
     state: tuple[int, int, int]  # of FIELDS
     task: int
@@ -157,7 +160,7 @@ class View(NamedTuple):
 
 
 def to_view(info, texts):
-    """What the info of a world shows; texts that are new get a number."""
+    """The View of a world's info; new texts get a number."""
     valid = [texts.add(action) for action in info["valid"]]
     observation = f"{info['task']} OBSERVATION {info['observation']}"  # D10
     state = tuple(map(texts.add, (observation, info["look"], info["inventory"])))
@@ -165,24 +168,24 @@ def to_view(info, texts):
 
 
 class Transition(NamedTuple):
-    """A step of a world: states and actions are numbers of texts."""
+    """A step of a world; states and actions are numbers of texts."""
 
     state: tuple[int, int, int]
     action: int
     reward: float  # in points: the score goes to 100
     next_state: tuple[int, int, int]
     terminated: bool
-    left: float  # points that are still to be had in the next state (D8)
+    left: float  # points still to be won in the next state (D8)
     next_actions: np.ndarray  # int32; E2 takes the maximum over them
 
 
 class Ring:
-    """The newest transitions: once it is full, each takes the place of the oldest."""
+    """A ring buffer of the newest transitions: once it is full, each replaces the oldest."""
 
     def __init__(self, capacity):
         self.capacity = capacity
         self.rows = []
-        self.pushed = 0  # in all
+        self.pushed = 0  # in total
 
     def push(self, transition):
         if self.pushed < self.capacity:
@@ -192,7 +195,7 @@ class Ring:
         self.pushed += 1
 
     def sample(self, size, rng):
-        """`size` of them, none twice; all where there are fewer."""
+        """`size` transitions without replacement; all if there are fewer."""
         total = len(self.rows)
         places = rng.choice(total, min(size, total), replace=False)
         return [self.rows[i] for i in places]
@@ -212,7 +215,7 @@ class Ring:
 class ReplayBuffer:
     """Two rings: one for transitions with a positive reward, one for the rest (D3).
 
-    As released, all are in the second, and an update goes without the share of the first.
+    With --priority released, all are in the second, and batches are smaller by the share of the first.
     """
 
     def __init__(self, capacity, fraction, is_released):
@@ -233,16 +236,16 @@ class ReplayBuffer:
             self.rest.push(transition)
 
     def sample(self, size, rng):
-        """`size` of them, none twice: a share of `fraction` with a reward, or all that there are."""
+        """`size` transitions without replacement, `fraction` of them (or all there are) with a reward."""
         share = int(self.fraction * size)
         prior = self.priority.sample(share, rng)
         if not self.is_released:
-            share = len(prior)  # the rest makes up for what is missing
+            share = len(prior)  # the rest fills up the batch
         return prior + self.rest.sample(size - share, rng)
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -250,7 +253,7 @@ def pad(rows, value=0):
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: N transitions, states or texts, A actions of a state, B texts at once, T tokens, H hidden.
 def q_target(reward_N, next_q_N, terminated_N, left_N, gamma):
-    """E2: r + gamma * max_a' Q(s',a') [N]. Nothing follows a terminal step, and never more than is left (D8).
+    """E2: r + gamma * max_a' Q(s',a') [N]; 0 behind a terminal step, and at most the points left (D8).
 
     >>> reward, terminated, left = torch.tensor([[0.0, 8, 17], [0, 0, 1], [50, 4, 9]])
     >>> q_target(reward, torch.tensor(10.0), terminated, left, 0.5).tolist()
@@ -268,11 +271,11 @@ def sample(q_A, u):
     """
     total_A = q_A.double().softmax(0).cumsum(0)  # E4
     place = int((total_A <= u).sum())
-    return min(place, len(q_A) - 1)  # rounded, the last total can be below 1
+    return min(place, len(q_A) - 1)  # the last total may be rounded below 1
 
 
 def prune(cosine_A, is_kept_A, k):
-    """E5: the places of the k actions nearest to the task, and of those that are kept in any case; in order.
+    """E5: the indices, in order, of the k actions nearest to the task and of those that are always kept.
 
     >>> prune(np.array([0.1, 0.9, 0.5, 0.2]), np.array([True, False, False, False]), 2).tolist()
     [0, 1, 2]
@@ -285,7 +288,7 @@ def prune(cosine_A, is_kept_A, k):
 
 # ---------------------------------------------------------- 4. models
 class DRRN(nn.Module):
-    """Q of a state and an action in words. A linear layer on both is a part of each, computed once."""
+    """Q of a state and an action as text. The layer on both is the sum of two parts, each computed once."""
 
     def __init__(self, vocabulary, hidden):
         super().__init__()
@@ -295,14 +298,14 @@ class DRRN(nn.Module):
             self.encoders[name] = nn.GRU(hidden, hidden)
         self.state_part = nn.Linear(3 * hidden, hidden)
         self.action_part = nn.Linear(hidden, hidden, bias=False)
-        bound = (4 * hidden) ** -0.5  # as one layer on both would start
+        bound = (4 * hidden) ** -0.5  # as for one layer on both
         for part in (self.state_part, self.action_part):
             for parameter in part.parameters():
                 nn.init.uniform_(parameter, -bound, bound)
         self.last = nn.Linear(hidden, 1)  # D2
 
     def encode(self, name, texts, numbers):
-        """The last hidden states [N, H] of a GRU that reads the texts of these numbers, each text once."""
+        """The last hidden states [N, H] of a GRU over the texts of these numbers, each read once."""
         distinct, place_N = np.unique(numbers, return_inverse=True)
         tokens = [texts.tokens[i] for i in distinct]
         packed = nn.utils.rnn.pack_sequence(tokens, enforce_sorted=False)
@@ -312,32 +315,32 @@ class DRRN(nn.Module):
         return last_1BH[0][torch.from_numpy(place_N)]
 
     def encode_action(self, texts, numbers):
-        """The part that actions have in the layer on both [N, H]."""
+        """The actions' part of the layer on both [N, H]."""
         return self.action_part(self.encode("action", texts, numbers))
 
     def q(self, state, action):
-        """E1, from the parts of states and actions, [N, H] both or one [H] and one [A, H]."""
+        """E1, from the parts of states and actions: both [N, H], or one [H] and the other [A, H]."""
         both = (state + action).relu()  # E1
         return self.last(both)[..., 0]
 
 
 class Table:
-    """A row for each text, made by `compute(numbers of N texts) -> [N, H]` when it is first asked for."""
+    """A cache of one row per text, from `compute(numbers of N texts) -> [N, H]` when first asked for."""
 
     def __init__(self, compute):
         self.compute = compute
         self.forget()
 
     def forget(self):
-        self.place = np.zeros(0, int)  # of a text's row, by the text's number; -1: it has none
+        self.place = np.zeros(0, int)  # where the row of each text is; -1: nowhere
         self.rows = torch.zeros(0)
-        self.used = 0  # of the rows; what is behind them is room for more
+        self.used = 0  # rows in use; behind them is spare room
 
     def __call__(self, numbers):
         """The rows [N, H] of the texts of these numbers."""
         size = numbers.max() + 1
         if size > len(self.place):
-            more = np.full(size, -1)  # twice as long: growing costs little
+            more = np.full(size, -1)  # doubling makes growth cheap
             self.place = np.append(self.place, more)
         missing = np.unique(numbers[self.place[numbers] < 0])
         if len(missing):
@@ -350,7 +353,7 @@ class Table:
         new = self.compute(numbers)
         end = self.used + len(new)
         if end > len(self.rows):
-            more = new.new_empty(end, new.shape[1])  # twice as long
+            more = new.new_empty(end, new.shape[1])  # doubling, again
             self.rows = torch.cat([self.rows.to(new), more])
         self.rows[self.used : end] = new
         self.place[numbers] = np.arange(self.used, end)
@@ -358,7 +361,7 @@ class Table:
 
 
 class Copy:
-    """The explorer that plays and gives targets (D1): a copy of the network, which encodes a text once."""
+    """The explorer that acts and gives the targets (D1): a copy of the network that caches encoded texts."""
 
     def __init__(self, network, texts):
         self.network = deepcopy(network).requires_grad_(False)
@@ -367,7 +370,7 @@ class Copy:
         self.actions = Table(partial(self.network.encode_action, texts))
 
     def renew(self, network):
-        """Copies the network as it is now."""
+        """Copies the network's current weights."""
         self.network.load_state_dict(network.state_dict())
         for table in (*self.fields, self.actions):
             table.forget()
@@ -380,7 +383,7 @@ class Copy:
 
 
 class Uniform:
-    """The random explorer: to it all actions are worth the same."""
+    """The random explorer: all actions have the same Q."""
 
     def renew(self, network):
         pass
@@ -390,10 +393,10 @@ class Uniform:
 
 
 def embed(encoder, texts):
-    """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
+    """Unit vectors of texts [N, H]: the mean over their tokens, or the first (`pooling` in the config)."""
     rows = encoder.tokenizer(texts, truncation=True, padding=False)["input_ids"]
     lengths = [len(row) for row in rows]
-    order = np.argsort(lengths, kind="stable")  # like lengths together: padding costs
+    order = np.argsort(lengths, kind="stable")  # similar lengths together, to save padding
     vectors = []
     for start in range(0, len(rows), 64):
         part = [rows[i] for i in order[start : start + 64]]
@@ -407,22 +410,22 @@ def embed(encoder, texts):
             total_BH = (hidden_BTH * mask_BT[..., None]).sum(1)
             vectors.append(total_BH / mask_BT.sum(1, keepdim=True))
     sorted_NH = nn.functional.normalize(torch.cat(vectors), dim=-1)
-    place_N = torch.from_numpy(order.argsort())  # of each text among the sorted ones
+    place_N = torch.from_numpy(order.argsort())  # of each text among the sorted
     return sorted_NH[place_N.to(encoder.device)]
 
 
 def load_encoder(source, args):
-    """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
+    """Loads an encoder and its tokenizer by folder or Hugging Face name; ValueError if either is missing."""
     encoder = models.load(transformers.AutoModel, source, args)
-    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
+    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # made up by transformers
         raise ValueError(f"{source} has no tokenizer, or another model's")
-    for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
+    for parameter in encoder.parameters():  # alignment in the file can change the last digit of a product
         parameter.data = parameter.data.clone()
     return encoder
 
 
 class Guide:
-    """Which of the valid actions the explorer may take."""
+    """Chooses which of the valid actions the explorer may take."""
 
     def __init__(self, args, texts):
         self.args = args
@@ -444,12 +447,12 @@ class Guide:
         self.table = Table(vectors)
 
     def forget(self):
-        """All vectors will be computed anew."""
+        """Drops all vectors; they will be computed again."""
         if self.table:
             self.table.forget()
 
     def pruned(self, view):
-        """The valid actions that are left (E5)."""
+        """The valid actions that are kept (E5)."""
         if not self.table:
             return view.valid
         navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
@@ -457,20 +460,20 @@ class Guide:
         return view.valid[prune(self.cosines(view), is_kept_A, self.args.top_k)]
 
     def cosines(self, view):
-        """Of each valid action with the task [A]."""
+        """The cosine of each valid action with the task [A]."""
         action_AH = self.table(view.valid)
         (task_H,) = self.table(np.array([view.task]))
         return (action_AH @ task_H).numpy()
 
     def rank(self, view, action):
-        """The place of a valid action by its cosine; the guide likes number 1 best."""
+        """The rank of a valid action by its cosine; the guide's favourite is number 1."""
         cosine_A = self.cosines(view)
         is_nearer_A = cosine_A > cosine_A[view.valid == action]
         return 1 + int(is_nearer_A.sum())
 
 
 def make_vocabulary(texts, size):
-    """Byte pairs trained on these texts, with all bytes in it: any text can be written."""
+    """Byte-pair tokenizer trained on these texts; it has all bytes, so that it can encode any text."""
     tokenizer = Tokenizer(BPE())
     lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -487,11 +490,11 @@ def make_vocabulary(texts, size):
 
 # ---------------------------------------------------------- 5. rollouts
 class Choice(NamedTuple):
-    """What an explorer does in a state, and why."""
+    """What an explorer does in a state, and the Q values behind it."""
 
     view: View
     action: int  # number of its text
-    q_A: torch.Tensor  # of all actions that it could choose from
+    q_A: torch.Tensor  # Q of all actions that it could choose from
 
 
 def choose(
@@ -502,9 +505,9 @@ def choose(
     rng,
     is_greedy=False,
 ):
-    """A choice for each view: of what the guide leaves or, with probability epsilon, of all valid actions.
+    """A Choice for each view: among what the guide keeps or, with probability epsilon, all valid actions.
 
-    `explorer` is a Copy, or another that has its `q`.
+    `explorer` is a Copy, or anything with the same method `q`.
     """
     candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
     state_N3 = np.array([view.state for view in views])
@@ -517,9 +520,10 @@ def choose(
 
 
 def remember(choices, results, replay_buffer, guide, args):
-    """Puts a step of each world into the memory; returns what each shows now, and metrics.
+    """Stores a step of each world in the memory; returns the new Views, and metrics.
 
-    Behind an end it shows another episode's start; the transition has what the step itself showed (D4).
+    After an end, a world's View is the start of its next episode; the transition has what the step itself
+    showed (D4).
     """
     views = []
     logs = []
@@ -531,7 +535,7 @@ def remember(choices, results, replay_buffer, guide, args):
         metrics = {"rollout/candidates": len(choice.q_A), "rollout/died": info["died"]}
         metrics["rollout/entropy"] = policy.entropy().item()
         logs.append(metrics)
-        if info["died"]:  # nobody knows what this step did, and nobody counts the episode
+        if info["died"]:  # what the step did is unknown; the episode does not count
             continue
         if terminated or truncated:
             logs.append(score_metrics("rollout/", info["score"]))
@@ -560,10 +564,10 @@ def play_out(
     rng,
     is_greedy,
 ):
-    """An episode in each world from where `infos` are: those in which no Java process died, as they end."""
+    """Plays an episode in each world from `infos`; returns those that ended without a Java process dying."""
     played = []
     episodes = [{"variation": info["answer"], "turns": []} for info in infos]
-    shown = dict(enumerate(infos))  # by each world whose episode goes on
+    shown = dict(enumerate(infos))  # of each world whose episode goes on
     while shown:
         views = [to_view(info, guide.texts) for info in shown.values()]
         choices = choose(explorer, guide, views, epsilon, rng, is_greedy)
@@ -588,7 +592,7 @@ def play_out(
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
+    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -599,8 +603,8 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 
 def learn(network, target, optimizer, batch, texts, args):
-    """One descent on E3 with a list of transitions; returns metrics."""
-    columns = Transition(*zip(*batch, strict=True))  # of each field a tuple of N
+    """One gradient step on E3 with a list of transitions; returns metrics."""
+    columns = Transition(*zip(*batch, strict=True))  # each field is a tuple of N
     state_N3 = np.array(columns.state)
     fields = [network.encode(name, texts, state_N3[:, i]) for i, name in enumerate(FIELDS)]
     state_NH = network.state_part(torch.cat(fields, -1))
@@ -624,7 +628,7 @@ def learn(network, target, optimizer, batch, texts, args):
 
 # ---------------------------------------------------------- 7. evaluation
 def score_metrics(prefix, score):
-    """What an episode came to, by its last score: -100 is a failure, and counts as 0."""
+    """The outcome of an episode by its final score; -100 is a failure, and counts as 0."""
     return {
         f"{prefix}score": max(score, 0),
         f"{prefix}success": score >= 100,
@@ -640,7 +644,7 @@ def greedy_play(
     args,
     step,
 ):
-    """Greedy episodes on dev and test: metrics, and of each the first two. `step` sets the variations."""
+    """Greedy episodes on dev and test: metrics, and the first two episodes of each; `step` is the seed."""
     metrics, transcripts = {}, []
     is_greedy = args.explorer == "drrn"
     for split, number in (("dev", args.dev_episodes), ("test", args.eval_episodes)):
@@ -648,11 +652,11 @@ def greedy_play(
         tasks = WORLDS[args.env].variations(args.task, split)
         indices = rng.integers(len(tasks), size=number)
         if not is_greedy:
-            rng = np.random.default_rng((args.seed, step))  # else all seeds would play alike
+            rng = np.random.default_rng((args.seed, step))  # otherwise all seeds would play the same
         played = []
         for start in range(0, number, args.worlds):
             infos = worlds.reset(split, indices[start : start + args.worlds])
-            played += play_out(explorer, guide, worlds, infos, epsilon, rng, is_greedy)  # prunes, too (E5)
+            played += play_out(explorer, guide, worlds, infos, epsilon, rng, is_greedy)  # also prunes (E5)
         rows = [score_metrics(f"eval/{split}_", episode["score"]) for episode in played]
         metrics |= runs.means(rows)
         transcripts += [{"iteration": step, "split": split} | episode for episode in played[:2]]
@@ -660,7 +664,7 @@ def greedy_play(
 
 
 def final_metrics(evaluations):
-    """The mean of the last tenth of the evaluations, as the paper has it (A.1.3), by names of a summary."""
+    """The mean over the last tenth of the evaluations, as in the paper (A.1.3), by names of summary.json."""
     tenth = max(1, len(evaluations) // 10)
     metrics = runs.means(evaluations[-tenth:])
     return {tag.replace("/", "_"): figure for tag, figure in metrics.items()}
@@ -668,7 +672,7 @@ def final_metrics(evaluations):
 
 # ---------------------------------------------------------- 8. training
 def complete(args):
-    """The arguments, with the world's settings, the task by its name and the guide by its folder, or none."""
+    """Completes the arguments: the world's defaults, the task's name and the guide's folder (or none)."""
     if args.env not in WORLDS:
         raise ValueError(f"--env {args.env}: the explorer knows {' and '.join(WORLDS)}")
     names = {f"T{n}": task for n, task in enumerate(scienceworld.TASKS)}  # by the paper's numbers
@@ -679,7 +683,7 @@ def complete(args):
 
 
 def start_worlds(args):
-    """The worlds, side by side; they are all alike."""
+    """The worlds to play in parallel; they are all alike."""
     return WORLDS[args.env].Worlds(
         args.worlds,
         task=args.task,
@@ -689,17 +693,17 @@ def start_worlds(args):
 
 
 def main(args: Args) -> dict[str, float]:
-    """Steps of all worlds with updates meanwhile, and evaluations; returns what it writes to summary.json."""
+    """Steps all worlds, updates the network meanwhile, evaluates; returns what it writes to summary.json."""
     args = complete(args)
     run = runs.Run(args, "lge_drrn")
     num_tasks = len(WORLDS[args.env].variations(args.task, "train"))
 
-    # --- all that learns
+    # --- vocabulary, guide, network
     worlds = start_worlds(args)
     words = worlds.texts(args.vocabulary_steps, run.rng)
     texts = Texts(make_vocabulary(words, args.vocabulary))  # D5
     guide = Guide(args, texts)
-    torch.manual_seed(args.seed)  # here: to load a guide draws numbers, too
+    torch.manual_seed(args.seed)  # after the guide, as loading it draws numbers, too
     network = DRRN(texts.tokenizer.get_vocab_size(), args.hidden).to(args.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     is_learning = args.explorer == "drrn"
@@ -714,16 +718,16 @@ def main(args: Args) -> dict[str, float]:
     logged, began = run.iteration, time.time()
     for step in run.iterations(args.steps):
         # 1. the worlds take a step, in threads
-        if not views:  # at the start, and behind a checkpoint: all begin anew
+        if not views:  # at the start and after a checkpoint: all begin new episodes
             indices = run.rng.integers(num_tasks, size=args.worlds)
             views = [to_view(info, texts) for info in worlds.reset("train", indices)]
         epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
         choices = choose(explorer, guide, views, epsilon, run.rng)
         actions = {i: texts.texts[choice.action] for i, choice in enumerate(choices)}
-        indices = run.rng.integers(num_tasks, size=args.worlds)  # of those that will begin anew
+        indices = run.rng.integers(num_tasks, size=args.worlds)  # of the worlds whose episodes end
         results = worlds.step(actions, indices)
 
-        # 2. meanwhile the network learns from what is in the memory
+        # 2. meanwhile the network learns from the memory
         optimizer.param_groups[0]["lr"] = args.lr + (args.lr_end - args.lr) * step / args.steps  # D7
         if is_learning and len(replay_buffer) >= args.batch:
             batch = replay_buffer.sample(args.batch, run.rng)
@@ -732,7 +736,7 @@ def main(args: Args) -> dict[str, float]:
             if run.state["updates"] % args.copy_every == 0:
                 explorer.renew(network)  # D1
 
-        # 3. what came of it is remembered
+        # 3. the results go into the memory
         views, rows = remember(choices, results, replay_buffer, guide, args)
         logs += rows
         run.state["episodes"] += sum("rollout/score" in row for row in rows)
@@ -740,26 +744,26 @@ def main(args: Args) -> dict[str, float]:
             run.state["first_success"] = step
         run.state["successes"] += sum(row.get("rollout/success", 0) for row in rows)
 
-        # 4. a line of metrics after some steps, with an evaluation and a checkpoint after some of these
+        # 4. metrics every --log-every steps; evaluation and checkpoint every --eval-every
         is_evaluated = run.is_due(args.eval_every)
         if not (is_evaluated or run.stopped or run.is_due(args.log_every)):
             continue
         metrics = runs.means(logs)
-        curve = runs.means([*run.metrics, metrics])  # each line is of as many steps
+        curve = runs.means([*run.metrics, metrics])  # each line covers as many steps
         metrics["rollout/area"] = curve.get("rollout/score", 0)
         metrics["rollout/first_success"] = run.state["first_success"]
         metrics["memory/priority"] = len(replay_buffer.priority.rows)
         metrics["time/steps_per_second"] = args.worlds * (step - logged) / (time.time() - began)
         samples = []
         if is_evaluated:
-            explorer.renew(network)  # what is judged is what is saved
+            explorer.renew(network)  # evaluate the weights that are saved
             evaluation, samples = greedy_play(explorer, guide, worlds, epsilon, args, step)
             run.state["evaluations"].append(evaluation)
             metrics |= evaluation
         run.log(metrics, "score|/q$", samples)
         if is_evaluated or run.stopped:
             run.save({})
-            views = []  # all begins anew, as in a run that resumes there: episodes and what is encoded
+            views = []  # start afresh, episodes and cached encodings, as a run resumed from here does
             explorer.renew(network)
             guide.forget()
         logs = []
