@@ -1,20 +1,20 @@
-"""Supervised fine-tuning on dialogues: what the other scripts start from, and what they must surpass.
+"""Supervised fine-tuning on dialogues: the start of the other scripts, and what they must surpass.
 
-    python sft.py --env twenty-questions                                  # a small Llama from nothing
+    python sft.py --env twenty-questions                                  # a small Llama from scratch
     python sft.py --env twenty-questions --dataset FILE --keep 0.1        # filtered imitation of a file
     python sft.py --env guess-my-city --model gpt2 --lr 2e-4 --batch 32   # the paper's model, rate and batch
     python sft.py --resume runs/...                     # the commands behind checkpoints/ are in its README
 
 Paper: Zhou et al. 2024 (ArCHer), arXiv:2402.19446
   E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.7   imitation_loss
-Differs from the paper; in brackets the switch (docs/sft.md has the reasons):
-  D1  A tiny Llama from nothing (--model gpt2), in whose vocabulary a word is one token, or a whole line.
-  D2  Drills on repeated words (--drills N) teach it to copy, exchanged words (--exchanged SHARE) to read,
-      dialogues about imaginary things (--imaginary SHARE) to look back.
-  D3  It learns to foresee the replies, too (--reply-weight 0), and so what a question reveals.
-  D4  An action that a dialogue marks as a mistake is read but not imitated; what it leads to is foreseen.
-  D5  Filtered BC (--keep 0.1) is that of sec. 5.7, on a fixed set; sec. 5.2's learns from newest rollouts.
-  D6  Muon, if asked for (--optimizer muon): with it a tiny model finds sooner how to look back.
+Differs from the paper; the option is in brackets (docs/sft.md has the reasons):
+  D1  A tiny Llama from scratch (--model gpt2); in its vocabulary a word, or even a whole line, is one token.
+  D2  Optional data augmentation: drills on repeated tokens (--drills N) teach it to copy, exchanged words
+      (--exchanged SHARE) to read, dialogues about imaginary things (--imaginary SHARE) to look back.
+  D3  It also learns to predict the replies (--reply-weight 0), and so what a question reveals.
+  D4  An action that a dialogue marks as a mistake is read but not imitated; the reply to it is predicted.
+  D5  Filtered BC (--keep 0.1) is that of sec. 5.7, on a fixed set; that of sec. 5.2 uses the newest rollouts.
+  D6  Optionally Muon (--optimizer muon): with it a tiny model learns sooner to look back.
 """
 
 import json
@@ -38,60 +38,60 @@ from envs import models, runs
 @dataclass
 class Args:
     # --- run
-    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # its options, as NAME=VALUE with a comma between two (docs/worlds/)
-    seed: int = 1  # of all that is random but the evaluation; 0 or more
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # seed of everything random but the evaluation; 0 or more
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
-    save_every: int = 200  # updates between lines of metrics, each with a checkpoint; 0: the last one only
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
+    save_every: int = 200  # updates between lines of metrics, each with a checkpoint; 0: only at the end
 
     # --- model
-    model: str = "tiny"  # tiny (a small Llama from nothing) or a causal LM: Hugging Face name or local folder
-    width: int = 96  # hidden size of the tiny model; an attention head has 32 of it
+    model: str = "tiny"  # tiny (a small Llama from scratch) or a causal LM: Hugging Face name or local folder
+    width: int = 96  # hidden size of the tiny model, which has one attention head for every 32
     inner: int = 192  # hidden size of its feed-forward layers
-    layers: int = 3  # of the tiny model
-    init: float = 0.1  # standard deviation of its first weights
-    vocabulary: int = 4000  # of its tokens, at most: words, numbers, pieces of words, bytes
-    phrases: int = 0  # beyond these, whole lines of one token each, the most frequent ones
-    context: int = 2048  # tokens of a dialogue, at most
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of its parameters; losses and adapters stay float32
-    lora: bool = False  # train low-rank adapters only (needs the package peft)
-    lora_rank: int = 16  # of the adapters; their alpha is twice that
-    gradient_checkpointing: bool = False  # compute activations again in the backward pass: slower, smaller
+    layers: int = 3  # number of layers of the tiny model
+    init: float = 0.1  # standard deviation of its initial weights
+    vocabulary: int = 4000  # size of its vocabulary, at most: words, numbers, pieces of words, bytes
+    phrases: int = 0  # additional tokens for the most frequent whole lines
+    context: int = 2048  # most tokens of a dialogue
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; losses and adapters stay float32
+    lora: bool = False  # train only low-rank adapters; needs the package peft
+    lora_rank: int = 16  # rank of the adapters; their alpha is twice that
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
 
     # --- data
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
-    demonstrations: int = 20_000  # dialogues that the world's scripted player makes
-    fresh: bool = False  # new ones for every epoch
-    keep: float = 1.0  # share of the dialogues that is learned, the best by return (paper: 0.1)
-    drills: int = 0  # random sequences that repeat, learned before all else (D2)
+    demonstrations: int = 20_000  # dialogues that the world's scripted player produces
+    fresh: bool = False  # new demonstrations for every epoch
+    keep: float = 1.0  # share of the dialogues that is learned, those of the highest returns (paper: 0.1)
+    drills: int = 0  # repeating random sequences, learned before everything else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
-    imaginary: float = 0.0  # in the first epoch, dialogues about imaginary things for each other one (D2)
+    imaginary: float = 0.0  # imaginary dialogues per real one in the first epoch; fewer later (D2)
 
     # --- algorithm
-    reply_weight: float = 1.0  # of a reply's token in the loss (D3; 0: none); one of the agent's has 1
+    reply_weight: float = 1.0  # weight of reply tokens in the loss (D3; 0: none); those of the agent have 1
     epochs: int = 3  # passes over the dialogues
-    batch: int = 16  # dialogues in an update (paper, Table 3: 32)
-    micro_batch: int = 0  # of these, how many are in a forward pass; 0: all
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon moves the matrices of the layers (D6)
-    lr: float = 3e-3  # its peak (paper, Table 3: 2e-4; Filtered BC 3e-4 or 3e-5)
-    warm_up: int = 50  # updates in which it rises to the peak (0: none); then it falls to zero, both linearly
+    batch: int = 16  # dialogues per update (paper, Table 3: 32)
+    micro_batch: int = 0  # how many of these per forward pass; 0: all
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the matrices of the layers (D6)
+    lr: float = 3e-3  # peak learning rate (paper, Table 3: 2e-4; Filtered BC 3e-4 or 3e-5)
+    warm_up: int = 50  # updates of linear warm-up (0: none), before the linear decay to zero
 
     # --- evaluation
-    max_action_tokens: int = 48  # tokens after which an action is cut in the evaluation
-    eval_episodes: int = 0  # tasks of the evaluation, from the first on; 0 takes all
+    max_action_tokens: int = 48  # tokens after which an action is cut off in the evaluation
+    eval_episodes: int = 0  # tasks per evaluation, from the first on; 0 takes all
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-Row = torch.Tensor  # [T, 2]: tokens, and the kind of each
-CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two are learned
+Row = torch.Tensor  # [T, 2]: token ids, and the kind of each
+CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two have a loss
 
 
 def read(world, args: Args, epoch: int) -> list[dict]:
-    """The dialogues to learn from, of a file or of the world's player, or the best of them."""
+    """The dialogues to learn from: a file's or the world's demonstrations; with --keep, the best of them."""
     if args.dataset:
         dialogues, notes = envs.datasets.read_dialogues(args.dataset, world.append_only)
         for note in notes:
@@ -108,16 +108,16 @@ def read(world, args: Args, epoch: int) -> list[dict]:
 
 
 def of_kind(kind: int, ids: list[int]) -> list:
-    """A piece of a row, all of one kind."""
+    """Part of a row: tokens that are all of one kind."""
     return [(token, kind) for token in ids]
 
 
 def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
-    """A dialogue as rows: prompt, action, end of turn, reply, action, end of turn, reply ...
+    """Splits a dialogue into rows: prompt, action, end of turn, reply, action, end of turn, reply ...
 
-    One row is enough while the world only adds to its text. Where it has written its text anew, the new text
-    ends the row as the reply, cut to the room that is left, and begins the next row as its prompt.
-    No rows come back for a dialogue that does not fit into `context` tokens.
+    One row is enough while the world only appends to its text. Where it rewrites the text, the new text is
+    both the last reply of the row, cut to the room that is left, and the prompt of the next row.
+    Returns no rows for a dialogue that does not fit into `context` tokens.
     """
     texts = dialogue["observations"]
     imitated = dialogue.get("imitate", [True] * len(texts))
@@ -133,7 +133,7 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
         reply = models.encode_reply(tokenizer, after.removeprefix(so_far))
         if after.startswith(so_far):
             row += of_kind(REPLY, reply)
-        else:  # written anew
+        else:  # rewritten
             room = max(0, context - len(row))
             row += of_kind(REPLY, reply[:room])
             rows.append(row)
@@ -146,7 +146,7 @@ def rows_of(dialogue: dict, tokenizer, context: int) -> list[Row]:
 
 
 def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: float) -> list[Row]:
-    """The rows of all dialogues that fit, but for those rows in which there is nothing to learn."""
+    """The rows of all dialogues that fit, except rows in which there is nothing to learn."""
     fitting = []
     too_long = 0
     for dialogue in dialogues:
@@ -165,13 +165,13 @@ def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: 
 
 
 def as_row(ids: np.ndarray, kinds: np.ndarray) -> Row:
-    """Two arrays [T] as a row."""
+    """Makes a row of two arrays [T]."""
     pairs = np.stack([ids, kinds], 1)
     return torch.from_numpy(pairs).int()
 
 
 def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
-    """D2: random tokens that repeat every 8 to 39 places; what repeats is to be predicted."""
+    """D2: random tokens that repeat with a period of 8 to 39; the repetitions are to be predicted."""
     place = np.arange(96)
     rows = []
     for period in rng.integers(8, 40, n):
@@ -182,10 +182,10 @@ def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
 
 
 def imagine(dialogues: list[dict], n: int, rng) -> list[dict]:
-    """D2: `n` dialogues about imaginary things: a reply is drawn for each action, and comes each time again.
+    """D2: `n` dialogues about imaginary things, in which an action has the same random reply every time.
 
-    Actions are those of `dialogues`, four to twelve in each, and replies the two most frequent ones. Who does
-    not look back cannot foresee them. Nothing in them is to be imitated.
+    Each takes four to twelve actions from `dialogues`; the replies are the two most frequent ones. They can
+    be predicted only by looking back to the same action earlier. No action in them is to be imitated.
     """
     said = Counter()
     actions = []
@@ -211,7 +211,7 @@ def imagine(dialogues: list[dict], n: int, rng) -> list[dict]:
 
 
 def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
-    """D2: the row with 30 % of the words that its actions copy replaced throughout by words not in it."""
+    """D2: replaces 30 % of the words that the row's actions copy, throughout the row, by words not in it."""
     ids, kinds = row.numpy().T
     is_said = kinds == ACTION
     copied = np.intersect1d(ids[is_said], ids[~is_said])
@@ -225,12 +225,12 @@ def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
 
 
 def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng) -> list[Row]:
-    """What an epoch learns: number 0 the drills, all others the dialogues, and what D2 makes of them.
+    """The rows of an epoch: in epoch 0 the drills, in all others the dialogues, augmented as in D2.
 
-    Imaginary ones become fewer from epoch to epoch: what they say of things is not so.
+    There are fewer imaginary dialogues from epoch to epoch, as what they say of things is false.
     """
     if epoch == 0:
-        tokens = np.arange(257, len(tokenizer))  # all but bytes and the end
+        tokens = np.arange(257, len(tokenizer))  # all but the end and the bytes
         return drills(tokens, args.drills, rng)
     epochs_left = args.epochs + 1 - epoch
     n = round(args.imaginary * len(dialogues) * epochs_left / args.epochs)
@@ -244,12 +244,12 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
 
 
 def in_parts(rows: list[Row], size: int) -> list[list[Row]]:
-    """The rows in lists of `size`; the last one may be shorter."""
+    """Splits the rows into lists of `size`; the last one may be shorter."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
-    """All rows once, in random order, but so that rows of similar length share a batch."""
+    """Batches of all rows in random order, except that rows of similar length share a batch."""
     shuffled = [rows[i] for i in rng.permutation(len(rows))]
     batches = []
     for window in in_parts(shuffled, 16 * size):
@@ -260,9 +260,9 @@ def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: B rows of a batch, T tokens, M all tokens of a batch to learn, V the vocabulary.
+# Suffixes name the axes: B rows of a batch, T tokens, M all tokens of a batch that have a loss, V vocabulary.
 def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor, total) -> torch.Tensor:
-    """E1, in nats a token: of all tokens, or the share of some in it, `total` being the sum of all weights.
+    """E1, in nats per token; for a part of a batch, its share. `total` is the sum of weights of the batch.
 
     >>> imitation_loss(torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0]), 2.0).item()
     2.0
@@ -271,7 +271,7 @@ def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor, total) -> torch
 
 
 def lr_share(step: int, progress: float, warm_up: int) -> float:
-    """The share of the peak rate: it rises for `warm_up` steps, then falls to zero at progress 1.
+    """The share of the peak learning rate: rises for `warm_up` steps, then falls to zero at progress 1.
 
     >>> [lr_share(step, step / 4, 2) for step in range(4)]
     [0.5, 0.75, 0.5, 0.25]
@@ -282,20 +282,20 @@ def lr_share(step: int, progress: float, warm_up: int) -> float:
 
 # ---------------------------------------------------------- 4. models
 def make_vocabulary(said: Counter, size: int, phrases: int):
-    """D1: words and numbers that occur are tokens of their own, so that one look is enough to copy them.
+    """D1: words and numbers that occur are single tokens, so that attending to one token is enough to copy.
 
-    All else is written in pieces of words, characters and bytes, so that every text can be. `said` counts
-    lines of text; the most frequent ones are the phrases.
+    Everything else is written in pieces of words, characters and bytes, so that any text can be encoded.
+    `said` counts lines of text; the most frequent ones become the phrases.
     """
     tokenizer = Tokenizer(BPE(byte_fallback=True))
     end = "<|endoftext|>"
-    mark = "\u2581"  # of a word's beginning
+    mark = "\u2581"  # marks the beginning of a word
 
-    # A blank between two words becomes the second one's mark, and any other word gets one.
+    # A space between two words becomes the second word's mark; every other word is given one.
     blank_to_mark = normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), mark)
     put_mark = normalizers.Replace(Regex(r"(?<![\w\u2581])(?=\w)"), mark)
     tokenizer.normalizer = normalizers.Sequence([blank_to_mark, put_mark])
-    # A blank that begins a text goes with its word: what answers an action is known by its first token.
+    # A space at the start of a text joins its word, so that the first token of a reply tells what it says.
     pieces = Regex(r" ?\u2581\w+|[^\w\u2581\n]+\n?|\n")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
     mark_to_blank = decoders.Replace(Regex(rf"(?<=\w){mark}"), " ")
@@ -311,7 +311,7 @@ def make_vocabulary(said: Counter, size: int, phrases: int):
     )
     tokenizer.train_from_iterator(said.elements(), trainer)
     parts = json.loads(tokenizer.to_str())
-    parts["added_tokens"] = parts["added_tokens"][:1]  # bytes are no special tokens, which decoders skip
+    parts["added_tokens"] = parts["added_tokens"][:1]  # bytes must not be special: decoders would skip them
     tokenizer = Tokenizer.from_str(json.dumps(parts))
     often = [text for text, _ in said.most_common(phrases)]
     lines = [AddedToken(text, normalized=False, single_word=True) for text in often]
@@ -320,14 +320,14 @@ def make_vocabulary(said: Counter, size: int, phrases: int):
 
 
 def make_tiny(dialogues: list[dict], args: Args):
-    """D1: a small Llama with random weights; its attribute `tokenizer` is made for these dialogues."""
+    """D1: a small Llama with random weights; its attribute `tokenizer` is trained on these dialogues."""
     said = Counter()
     for dialogue in dialogues:
         texts = dialogue["observations"]
         actions = dialogue["actions"]
         replies = envs.replies(texts, actions)
         for text in [texts[0], *actions, *replies]:
-            lines = re.split(r"\n(?=.)", text)  # the last one keeps its end
+            lines = re.split(r"\n(?=.)", text)  # a newline at the end stays
             said.update(filter(str.strip, lines))
     tokenizer = make_vocabulary(said, args.vocabulary, args.phrases)
     end = tokenizer.eos_token_id
@@ -351,9 +351,9 @@ def make_tiny(dialogues: list[dict], args: Args):
 
 
 def set_generation(model, max_action_tokens: int) -> None:
-    """Has `generate` write a turn: samples of the model's own distribution, up to the end of the turn."""
+    """Makes `generate` sample one turn from the model's unmodified distribution, up to its end token."""
     tokenizer = model.tokenizer
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so that any will do
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # masked, so any will do
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -364,7 +364,7 @@ def set_generation(model, max_action_tokens: int) -> None:
 
 
 def probe_score(model) -> None:
-    """Raises ValueError for a model that `score` reads otherwise than it reads by itself."""
+    """Raises ValueError if the states that `score` uses differ from those of the model's own forward pass."""
     ids_BT = models.probe_ids(model)
 
     def read():
@@ -374,15 +374,15 @@ def probe_score(model) -> None:
 
 
 def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [M] of all tokens to learn, and their kinds [M]. Padding is behind: no token sees it."""
+    """Log-probs [M] of the tokens that have a loss, and their kinds [M]. Padding is on the right: unseen."""
     padded_BT2 = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     padded_BT2 = padded_BT2.long().to(model.device)
     ids_BT, kind_BT = padded_BT2.unbind(-1)
     next_kind_BT = kind_BT[:, 1:]
-    is_learned_BT = next_kind_BT != CONTEXT  # which is 0, as padding is
+    is_learned_BT = next_kind_BT != CONTEXT  # 0, as is padding
     output = model.base_model(input_ids=ids_BT, use_cache=False)
     hidden_MH = output.last_hidden_state[:, :-1][is_learned_BT]
-    logits_MV = models.logits_of(model, hidden_MH)  # [B, T, V] would be large
+    logits_MV = models.logits_of(model, hidden_MH)  # not [B, T, V], which would be large
     precise = torch.promote_types(logits_MV.dtype, torch.float32)
     target_M = ids_BT[:, 1:][is_learned_BT]
     nll_M = nn.functional.cross_entropy(logits_MV.to(precise), target_M, reduction="none")
@@ -391,7 +391,7 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---------------------------------------------------------- 6. updates
 def make_optimizers(model, kind: str, lr: float) -> list:
-    """AdamW, or D6: AdamW, and Muon for the matrices between embedding and output."""
+    """AdamW; or, D6, Muon for the matrices between embedding and output and AdamW for the rest."""
     matrices = []
     rest = []
     for name, parameter in model.named_parameters():
@@ -409,7 +409,7 @@ def make_optimizers(model, kind: str, lr: float) -> list:
 
 
 def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: float) -> dict:
-    """One step on E1, with `micro_batch` rows in memory at a time (0: all); returns what is logged of it."""
+    """One step on E1, with `micro_batch` rows in memory at a time (0: all); returns metrics."""
     kind_M = torch.cat([row[1:, 1] for row in rows])
     total = (kind_M == ACTION).sum() + reply_weight * (kind_M == REPLY).sum()
     losses = []
@@ -440,9 +440,9 @@ def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: f
 # ---------------------------------------------------------- 7. evaluation
 @torch.no_grad()
 def play(model, args: Args, greedy: bool) -> list[dict]:
-    """Every task once, in lockstep, `generate` writing; a dialogue is cut where the context has no room.
+    """Plays every task once with `generate`, in lockstep; a dialogue is cut when the context has no room.
 
-    Returns the dialogues that have an action.
+    Returns the dialogues with at least one action.
     """
     tokenizer = model.tokenizer
     options = envs.options(args.world)
@@ -475,17 +475,17 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
-    """Drills, then dialogues, update by update, then an evaluation; returns what is in summary.json."""
+    """Trains on drills, then dialogues, and evaluates; returns what it writes to summary.json."""
     run = runs.Run(args, "sft")
 
-    # --- the dialogues, and all that learns, as it starts
+    # --- dialogues, model and optimisers, as they start
     options = envs.options(args.world)
     world = envs.make(args.env, **options)
     is_tiny = args.model == "tiny"
     if is_tiny:
         dialogues = read(world, args, 0)
         model = make_tiny(dialogues, args)
-    else:  # loaded first, as that may fail, and dialogues may take minutes to make
+    else:  # loaded first, as that may fail and making dialogues may take minutes
         on_cpu = replace(args, device="cpu")
         model = models.load(transformers.AutoModelForCausalLM, args.model, on_cpu)
         args.context = min(args.context, model.context)
@@ -498,7 +498,7 @@ def main(args: Args) -> dict[str, float]:
     modules = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)}
     modules["model"] = models.learned(model)
 
-    # --- a new run, or one that goes on: `batch` batches are done of `epoch`, which began with `rng`
+    # --- a new run, or a resumed one: of `epoch`, which began with `rng`, `batch` batches are done
     position = {"epoch": 0, "batch": 0, "rng": run.rng.bit_generator.state}
     run.start(modules, episodes=len(dialogues), position=position)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer):,} tokens")
@@ -506,10 +506,10 @@ def main(args: Args) -> dict[str, float]:
         sampled = play(model, args, greedy=False)
         run.log(envs.summarise(sampled, "eval/{}"), "return")
 
-    # --- epoch by epoch, and after the last update the evaluation
+    # --- epoch by epoch, with an evaluation after the last update
     logs = []
     position = run.state["position"]
-    run.rng.bit_generator.state = position["rng"]  # the epoch's batches are made again
+    run.rng.bit_generator.state = position["rng"]  # makes the epoch's batches again
     for epoch in range(position["epoch"], args.epochs + 1):
         position["epoch"] = epoch
         position["rng"] = run.rng.bit_generator.state
@@ -519,8 +519,8 @@ def main(args: Args) -> dict[str, float]:
         batches = batches_of(rows, args.batch, run.rng)
         if epoch == 1 and position["batch"] == 0:
             for optimizer in optimizers:
-                optimizer.state.clear()  # tiny once drills are mastered, so that steps would be huge
-        passes = args.epochs if epoch > 0 else 1  # over which the rate falls: drills have their own fall
+                optimizer.state.clear()  # moments are tiny after the drills: steps would be huge
+        passes = args.epochs if epoch > 0 else 1  # epochs of one decay of the rate; drills have their own
         passed = max(0, epoch - 1)
         earlier = run.iteration - position["batch"]  # updates of the epochs before this one
         for iteration in run.iterations(earlier + len(batches)):
