@@ -1,25 +1,25 @@
-"""PPO on tokens: the on-policy method that ArCHer is compared with, in one file.
+"""PPO on tokens: the on-policy baseline that ArCHer is compared with, in one file.
 
     python -m baselines.ppo --env twenty-questions-subset
     python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 10 --actor-lr 6e-6 --actor FOLDER
     python -m baselines.ppo --resume runs/...
 
-Every token is an action, also the one that ends a turn. What the world pays for a turn stands at the turn's
-last token; what the world says is no action. The critic is a value network: it says what is to be expected
-before each token. What came of a token beyond that is its advantage. After a few passes the dialogues are
-dropped.
+Every token that the actor writes is an action, including the one that ends a turn; the world's replies are
+not. The reward of a turn comes at the turn's last token. The critic is a value network: before each token it
+predicts the return, and the advantage of a token (E1) is by how much the outcome exceeds that prediction.
+After a few passes the dialogues are discarded.
 
 Paper: Schulman et al. 2017, arXiv:1707.06347; as a baseline Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
   E1  A_t = delta_t + gamma lambda A_t+1,  delta_t = r_t + gamma V_t+1 - V_t    Eq. 11, 12   gae
   E2  min(w A, clip(w, 1 - eps, 1 + eps) A),  w = pi / pi_old                   Eq. 7        clipped_loss
   E3  (V - R)^2,  R = A + V_old                                                 Eq. 9        update
-Differs from the second paper, or from the code that it used (LMRL-Gym's); in brackets what undoes it:
-  D1  gamma counts once a turn, at its last token, as in archer.py; there it counts at every token.
-  D2  Rates, batches and epochs are tuned for a tiny model; Table 3 has others (second command).
-  D3  The value network is a model of its own; there it is a head on the actor, and its steps are clipped.
+Differs from the second paper, or from the code that it used (LMRL-Gym's); the option in brackets undoes it:
+  D1  gamma applies once per turn, at its last token, as in archer.py; there it applies at every token.
+  D2  Learning rates, batches and epochs are tuned for a tiny model; Table 3 has others (second command).
+  D3  The value network is a separate model; there it is a head on the actor, and its steps are clipped.
   D4  It starts at the mean discounted return of the first dialogues instead of zero.
-  D5  No KL penalty (--kl 0.05: archer.py's); there 0.001 log pi / pi_start is taken off the rewards.
-  D6  Both learning rates fall linearly towards zero (--no-anneal-lr).
+  D5  No KL penalty (--kl 0.05: archer.py's); there 0.001 log pi / pi_start is subtracted from the rewards.
+  D6  Both learning rates decay linearly towards zero (--no-anneal-lr).
 """
 
 import copy
@@ -40,50 +40,50 @@ from envs import models, runs
 @dataclass
 class Args:
     # --- run
-    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
-    seed: int = 1  # of all random numbers of the run; 0 or more
-    iterations: int = 60  # rounds of rollouts and updates; 0: only evaluates
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # seed of all random numbers in the run; 0 or more
+    iterations: int = 60  # rounds of rollouts and updates; 0: only evaluate
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+    actor: str = ""  # causal LM: folder or Hugging Face name; "" takes the world's own in checkpoints/
+    dtype: Literal["float32", "bfloat16"] = "float32"  # for computations; parameters stay float32
 
     # --- data
-    rollouts: int = 128  # dialogues played in an iteration (paper: 2,048; Guess My City 1,024; D2)
-    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
-    max_action_tokens: int = 16  # tokens after which an utterance is cut
+    rollouts: int = 128  # dialogues played per iteration (paper: 2,048; Guess My City 1,024; D2)
+    temperature: float = 1.0  # of sampling, and of scored log-probs
+    max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
     # --- algorithm
-    actor_lr: float = 3e-4  # paper: 6e-6; Guess My City 6e-4 (D2)
-    critic_lr: float = 3e-4  # of the value network
-    anneal_lr: bool = True  # both learning rates fall towards zero (D6)
+    actor_lr: float = 3e-4  # Adam's learning rate (paper: 6e-6; Guess My City 6e-4; D2)
+    critic_lr: float = 3e-4  # learning rate of the value network
+    anneal_lr: bool = True  # both learning rates decay linearly towards zero (D6)
     epochs: int = 4  # passes over the dialogues of an iteration (paper: 10 on the subset, 20, 4; D2)
-    minibatch: int = 32  # dialogues in a step (paper: 1,024; D2)
+    minibatch: int = 32  # dialogues per step (paper: 1,024; D2)
     gamma: float = 0.95  # discount per turn (D1; paper: 0.95)
-    gae_lambda: float = 0.95  # of E1, per token (paper: 0.95)
+    gae_lambda: float = 0.95  # lambda of E1, per token (paper: 0.95)
     clip: float = 0.2  # eps of E2 (paper: 0.2)
-    normalise: bool = True  # an iteration's advantages to mean 0 and deviation 1, as LMRL-Gym's
+    normalise: bool = True  # standardise the advantages of each iteration, as LMRL-Gym does
     kl: float = 0.0  # penalty per nat of KL from the initial actor, in units of the advantages (D5); 0: none
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+    eval_every: int = 10  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
-# next action, in most worlds the whole text so far; the last one follows the end.
-# Here it has their tokens, too: "ids" [n][...]; and once it is judged, for the m tokens of all its actions,
-# "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
+# A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one comes after the end.
+# Here it also has the actions' token ids, "ids" [n][...]; and after `judge`, for the m tokens of all its
+# actions, "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
 class Span(NamedTuple):
-    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
     row: int
     start: int
@@ -91,11 +91,11 @@ class Span(NamedTuple):
 
 
 def lay_out(dialogues, tokenizer):
-    """Spells dialogues as rows of token ids; actions stand there as they were sampled.
+    """Tokenises dialogues into rows of ids, in which each action keeps the tokens that were sampled.
 
-    A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
-    action.
+    A row continues while each observation only appends to the text; one that rewrites it starts a new row.
+    Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
+    next action.
     """
     rows = []
     spans = []
@@ -103,18 +103,18 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply begins a row, too, as in archer.py.
+            # An empty reply also starts a new row, as in archer.py.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
                 row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
                 row = models.encode_prompt(tokenizer, observation)
-            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows it, or none yet
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]  # not +=, which would change a shared list
+            row = row + dialogue["ids"][turn]  # not +=, which would modify a shared list
             if goes_on:
                 rows[-1] = row
             else:
@@ -126,16 +126,16 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
+# Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
+# B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
 def gae(rewards, discounts, values, gae_lambda):
-    """E1: advantages of tokens, one dialogue behind the other; the discount of a dialogue's last token is 0.
+    """E1: advantages of the tokens of concatenated dialogues; the discount of a dialogue's last token is 0.
 
     >>> gae([0.0, 1.0, 2.0], [0.5, 0.0, 0.0], [0.5, 0.25, 0.0], 1.0)
     [0.0, 0.75, 2.0]
@@ -160,11 +160,11 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 after the last
+    return returns[:0:-1]  # from the first turn to the last, without the 0 behind it
 
 
 def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
-    """E2: minus the mean over tokens of the clipped gain, and the share of tokens that have no gradient."""
+    """E2: minus the mean of the clipped objective over tokens, and the share of tokens that are clipped."""
     ratio_M = (logp_M - old_logp_M).exp()
     bounded_M = ratio_M.clamp(1 - clip, 1 + clip)
     gain_M = torch.minimum(ratio_M * advantage_M, bounded_M * advantage_M)  # E2
@@ -174,21 +174,21 @@ def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
 
 # ---------------------------------------------------------- 4. models
 def read_tokens(body, tokenizer, dialogues, dtype):
-    """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
+    """For all M tokens of the actions: the hidden states that predict them [M, H], and their ids [M]."""
     rows, spans, _ = lay_out(dialogues, tokenizer)
     row_M = []
     column_M = []
     for row, start, stop in spans:
         row_M += [row] * (stop - start)
         column_M += range(start, stop)
-    ids_BT = pad(rows).to(body.device)  # on the right, where no token sees it
+    ids_BT = pad(rows).to(body.device)  # padded on the right, where no token sees it
     hidden_BTH = models.hidden_states(body, dtype, input_ids=ids_BT)
     before_M = torch.tensor(column_M) - 1
     return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
 
 
 def score_actions(actor, dialogues, temperature, dtype):
-    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
+    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and their own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
     logits_MV = models.logits_of(actor, hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
@@ -197,7 +197,7 @@ def score_actions(actor, dialogues, temperature, dtype):
 
 
 class ValueNetwork(nn.Module):
-    """What is to be expected before each token of the actions: a decoder of its own (D3) with one head."""
+    """The expected return before each token of the actions, by a separate decoder (D3) with one head."""
 
     def __init__(self, body, value, dtype):
         super().__init__()
@@ -233,7 +233,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, u_N, greedy):
-    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -248,13 +248,13 @@ def sample_tokens(logits_NV, u_N, greedy):
 
 @torch.no_grad()
 def write_utterances(actor, rows, starts, args, streams, greedy=False):
-    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
+    """Samples N utterances, row by row: one after rows[b][:start] for each start in starts[b].
 
-    A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
-    it, and log-probs [N].
+    Each row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut
+    before it, and log-probs [N].
     """
-    ids_BC = pad(rows)  # on the right, where no state sees it
-    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    ids_BC = pad(rows)  # padded on the right, where no state sees it
+    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, C = ids_BC.shape
     S = start_BS.shape[1]
     body = actor.base_model
@@ -265,14 +265,14 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states among the P places of the flattened [B, S]
+    places = []  # where the N states are among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT = torch.zeros(B * S, T)  # uniform random numbers
     u_PT[places] = models.uniform(streams, T)
     u_PT = u_PT.to(actor.device)
     for step in range(T):
@@ -286,7 +286,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
-        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        # The tokens just written become S more columns of the cache, each visible to its own state only.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
@@ -297,9 +297,9 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues that have an action, and -log pi of each utterance.
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
-    Its "ids" are the tokens of its actions, as they were sampled.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
+    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
+    Its "ids" are the tokens of its actions, as sampled.
     """
     seeds = range(len(worlds))
     if rng:
@@ -332,7 +332,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
+    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -344,9 +344,9 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 @torch.no_grad()
 def judge(dialogues, actor, critic, args):
-    """The dialogues with what `update` wants to know of their tokens, by actor and critic as they are now.
+    """Adds to the dialogues "judged", what `update` needs of their tokens, by the present actor and critic.
 
-    The second result says how far the critic was from the returns.
+    Also returns metrics of the critic's error against the returns.
     """
     logps = []
     values = []
@@ -363,7 +363,7 @@ def judge(dialogues, actor, critic, args):
             within = len(ids) - 1
             rewards += [0.0] * within + [reward]
             discounts += [1.0] * within + [args.gamma]  # D1
-        discounts[-1] = 0.0  # nothing follows an end; a truncation counts as one
+        discounts[-1] = 0.0  # the value behind an end is 0; a truncation counts as an end
         ends.append(len(rewards))
 
     advantages = np.array(gae(rewards, discounts, values, args.gae_lambda))
@@ -378,13 +378,13 @@ def judge(dialogues, actor, critic, args):
 
 
 def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogues, args):
-    """One step of the actor on E2 and one of the critic on E3, with a minibatch of judged dialogues."""
+    """One step of the actor on E2 and one of the critic on E3, on a minibatch of judged dialogues."""
     logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
     judged_3M = np.concatenate([dialogue["judged"] for dialogue in dialogues], axis=1)
     old_logp_M, advantage_M, return_M = logp_M.new_tensor(judged_3M)
     policy_loss, clipped = clipped_loss(logp_M, old_logp_M, advantage_M, args.clip)  # E2
     loss = policy_loss
-    kl = logp_M.new_tensor(torch.nan)  # not known
+    kl = logp_M.new_tensor(torch.nan)  # not computed
     if args.kl:
         with torch.no_grad():
             ref_logp_MV, _ = score_actions(ref_model, dialogues, args.temperature, args.dtype)
@@ -410,7 +410,7 @@ def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogue
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
+    """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
     The seeds are always the same, so that evaluations are comparable.
     """
@@ -427,7 +427,7 @@ def play_tasks(actor, args, greedy):
 
 
 def evaluate(actor, args):
-    """Figures of sampled and of greedy play."""
+    """Metrics of sampled and of greedy play."""
     sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
     greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
     return sampled | greedy
@@ -435,7 +435,7 @@ def evaluate(actor, args):
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
-    """Iterations of rollouts and updates; returns what it writes to summary.json."""
+    """Alternates rollouts and updates; returns what it writes to summary.json."""
     run = runs.Run(args, "ppo")
     rng = run.rng
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
@@ -444,10 +444,10 @@ def main(args: Args) -> dict[str, float]:
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     actor = models.load(transformers.AutoModelForCausalLM, source, args)
     models.probe(actor)
-    ref_model = copy.deepcopy(actor).requires_grad_(False)  # stays the initial actor when a run is resumed
+    ref_model = copy.deepcopy(actor).requires_grad_(False)  # the initial actor, also in a resumed run
     body = copy.deepcopy(actor.base_model)  # D3
     body.tokenizer = actor.tokenizer
-    played, nll = rollout(actor, worlds, args, rng)  # a resumed run drops these
+    played, nll = rollout(actor, worlds, args, rng)  # a resumed run discards these
     returns = [mc_returns(dialogue["rewards"], args.gamma)[0] for dialogue in played]
     value = float(np.mean(returns))  # D4
     critic = ValueNetwork(body, value, args.dtype).to(args.device)
@@ -464,13 +464,13 @@ def main(args: Args) -> dict[str, float]:
     for iteration in run.iterations(args.iterations):
         began = time.time()
         logs = []
-        # 1. dialogues of the current actor, and what each token of them was worth
-        if iteration > 1:  # the first ones are played already
+        # 1. dialogues of the current actor, and the advantage of each token
+        if iteration > 1:  # the first ones have been played already
             played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
         judged, errors = judge(played, actor, critic, args)
 
-        # 2. some passes over them
+        # 2. some epochs over them
         share = 1.0
         if args.anneal_lr:
             share = 1 - (iteration - 1) / args.iterations  # D6
