@@ -1,21 +1,21 @@
-"""Filtered behaviour cloning, online: imitate the best of your own dialogues, and play again.
+"""Filtered behaviour cloning, online: the actor imitates the best of its own dialogues, and plays again.
 
     python -m baselines.filtered_bc --env twenty-questions-subset
     python -m baselines.filtered_bc --rollouts 32 --buffer-size 10000 --actor FOLDER
     python -m baselines.filtered_bc --resume runs/...
 
-There is no critic: a dialogue is good if its return is, and then all that was said in it is imitated.
+There is no critic: a dialogue is as good as its return, and of a good one every utterance is imitated.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
   E1  -mean over utterances of sum_i log pi(a_i|s,a_<i)          cloning_loss
   E2  the data of E1: the tenth of the buffer's dialogues that has the highest returns     best_of
-Differs from the paper; in brackets what undoes it:
-  D1  Of dialogues with the same return the newest are taken, so that the tenth remains one. The authors' code
-      takes all with at least the return of the last: where many have that one, the filter lets them all pass.
-  D2  Rates and batches are tuned for a tiny model (second command; the batch there is of 256 utterances).
-  D3  The learning rate falls linearly towards zero (--no-anneal-lr).
-  D4  The buffer's dialogues are filtered, as the paper says, and it has as many utterances as in Table 3; in
-      the authors' code all that were ever played are filtered (--buffer-size 100000000).
+Differs from the paper; the option in brackets undoes it:
+  D1  Ties are broken in favour of the newest dialogues, so that exactly a tenth is kept. The authors' code
+      keeps every dialogue that reaches the threshold return: where many tie, the filter passes them all.
+  D2  Learning rate and batches are tuned for a tiny model (second command; a batch there is 256 utterances).
+  D3  The learning rate decays linearly towards zero (--no-anneal-lr).
+  D4  The filter takes dialogues from a buffer, as the paper says and of the size in its Table 3; in the
+      authors' code it takes them from all that were ever played (--buffer-size 100000000).
 """
 
 import time
@@ -35,44 +35,44 @@ from envs import models, runs
 @dataclass
 class Args:
     # --- run
-    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
-    seed: int = 1  # of all random numbers of the run; 0 or more
-    iterations: int = 60  # rounds of rollouts and updates; 0: only evaluates
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # seed of all random numbers in the run; 0 or more
+    iterations: int = 60  # rounds of rollouts and updates; 0: only evaluate
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+    actor: str = ""  # causal LM: folder or Hugging Face name; "" takes the world's own in checkpoints/
+    dtype: Literal["float32", "bfloat16"] = "float32"  # for computations; parameters stay float32
 
     # --- data
-    rollouts: int = 128  # dialogues played in an iteration (paper: 32; WebShop 128; D2)
+    rollouts: int = 128  # dialogues played per iteration (paper: 32; WebShop 128; D2)
     buffer_size: int = 10_000  # utterances that the replay buffer holds (paper, Table 3: 10,000; D4)
-    temperature: float = 1.0  # of sampling; log-probs are scored at the same one
-    max_action_tokens: int = 16  # tokens after which an utterance is cut
+    temperature: float = 1.0  # of sampling, and of scored log-probs
+    max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
     # --- algorithm
-    keep: float = 0.1  # share of the buffer's dialogues that is imitated (paper: 0.1)
-    actor_lr: float = 3e-4  # paper: 3e-5 in Twenty Questions, 3e-4 elsewhere (D2)
-    anneal_lr: bool = True  # the learning rate falls towards zero (D3)
-    actor_updates: int = 10  # in an iteration (paper: 10)
-    actor_batch: int = 32  # dialogues in an update (paper: a batch of 256; D2)
+    keep: float = 0.1  # share of the buffer's dialogues that is imitated, best first (paper: 0.1)
+    actor_lr: float = 3e-4  # Adam's learning rate (paper: 3e-5 in Twenty Questions, 3e-4 elsewhere; D2)
+    anneal_lr: bool = True  # the learning rate decays linearly towards zero (D3)
+    actor_updates: int = 10  # per iteration (paper: 10)
+    actor_batch: int = 32  # dialogues per update (paper: a batch of 256; D2)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+    eval_every: int = 10  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
-# next action, in most worlds the whole text so far; the last one follows the end.
+# A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one comes after the end.
 class Span(NamedTuple):
-    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
     row: int
     start: int
@@ -80,11 +80,11 @@ class Span(NamedTuple):
 
 
 def lay_out(dialogues, tokenizer):
-    """Spells dialogues as rows of token ids; each action ends with the end token.
+    """Tokenises dialogues into rows of ids; each action ends with the end token.
 
-    A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
-    action.
+    A row continues while each observation only appends to the text; one that rewrites it starts a new row.
+    Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
+    next action.
     """
     end = tokenizer.eos_token_id
     rows = []
@@ -93,19 +93,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
+            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
                 row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
                 row = models.encode_prompt(tokenizer, observation)
-            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows it, or none yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a shared list.
+            # Not +=, which would modify a shared list.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -118,29 +118,29 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def flat(dialogues, key):
-    """What dialogues have under a key for each action, in one list [N]."""
+    """The dialogues' values under `key`, one for each action, in one list [N]."""
     return [item for dialogue in dialogues for item in dialogue[key]]
 
 
 def best_of(dialogues, share):
-    """E2: the share of dialogues, one at least, that has the highest returns; of equal ones the last (D1)."""
+    """E2: the given share of the dialogues, at least one, with the highest returns; ties: the newest (D1)."""
     returns = [sum(dialogue["rewards"]) for dialogue in dialogues]
-    worst_first = np.argsort(returns, kind="stable")  # D1: equal ones stay in their order
+    worst_first = np.argsort(returns, kind="stable")  # D1: ties keep their order, the newest last
     count = max(1, round(share * len(dialogues)))
     return [dialogues[i] for i in worst_first[-count:]]  # E2
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: N actions, M the tokens of N utterances put together, V the vocabulary, H hidden,
-# B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
+# Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
+# B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
 def cloning_loss(logp_M, num_actions):
-    """E1: -log pi of an utterance, mean over utterances.
+    """E1: -log pi of an utterance, averaged over utterances.
 
     >>> cloning_loss(torch.tensor([-1.0, -3.0, -2.0]), 2).item()
     3.0
@@ -149,25 +149,25 @@ def cloning_loss(logp_M, num_actions):
 
 
 # ---------------------------------------------------------- 4. models
-UNSEEN = 2**30  # position of a token that no token sees
+UNSEEN = 2**30  # position of a cached token that is hidden from all others
 
 
 def read_tokens(body, tokenizer, dialogues, dtype):
-    """For all M tokens of the actions: the hidden state before it [M, H], and its id [M]."""
+    """For all M tokens of the actions: the hidden states that predict them [M, H], and their ids [M]."""
     rows, spans, _ = lay_out(dialogues, tokenizer)
     row_M = []
     column_M = []
     for row, start, stop in spans:
         row_M += [row] * (stop - start)
         column_M += range(start, stop)
-    ids_BT = pad(rows).to(body.device)  # on the right, where no token sees it
+    ids_BT = pad(rows).to(body.device)  # padded on the right, where no token sees it
     hidden_BTH = models.hidden_states(body, dtype, input_ids=ids_BT)
     before_M = torch.tensor(column_M) - 1
     return hidden_BTH[row_M, before_M], ids_BT[row_M, column_M]
 
 
 def score_actions(actor, dialogues, temperature, dtype):
-    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and its own [M]."""
+    """For all M tokens of the actions: log-probs of the whole vocabulary [M, V], and their own [M]."""
     hidden_MH, token_M = read_tokens(actor.base_model, actor.tokenizer, dialogues, dtype)
     logits_MV = models.logits_of(actor, hidden_MH) / temperature
     logp_MV = logits_MV.log_softmax(-1)
@@ -183,7 +183,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, u_N, greedy):
-    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -197,21 +197,21 @@ def sample_tokens(logits_NV, u_N, greedy):
 
 
 class Memory:
-    """What a decoder has read of some named rows: keys and values, which are kept while the rows grow."""
+    """A decoder's key-value cache for some named rows, kept while the rows grow."""
 
     def __init__(self, actor, names):
         self.actor = actor
-        self.rows = {name: [] for name in names}  # what was read
+        self.rows = {name: [] for name in names}  # the token ids that were read
         self.cache = transformers.DynamicCache()
         self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
 
     def read(self, rows, dtype):
-        """Reads what is new in each row {name: token ids}; a row that is missing is forgotten.
+        """Reads what is new in each row {name: token ids}; a row that is not given is dropped.
 
-        Returns the last hidden states of the new tokens [B, T, H] and their positions [B, T].
+        Returns the last layer's hidden states of the new tokens [B, T, H] and their positions [B, T].
         """
         columns = self.position_BC.shape[1]
-        self.cache.crop(columns - self.cache.get_seq_length())  # without what was written since
+        self.cache.crop(columns - self.cache.get_seq_length())  # drops what `generate` wrote
         if len(rows) < len(self.rows):
             kept = [b for b, name in enumerate(self.rows) if name in rows]
             self.cache.batch_select_indices(torch.tensor(kept))
@@ -220,7 +220,7 @@ class Memory:
         positions = []
         for b, (name, row) in enumerate(rows.items()):
             known = len(self.rows[name])
-            if row[:known] != self.rows[name] or len(row) == known:  # it was written anew
+            if row[:known] != self.rows[name] or len(row) == known:  # rewritten, or nothing new
                 known = 0
                 self.position_BC[b] = UNSEEN
             new.append(row[known:])
@@ -229,7 +229,7 @@ class Memory:
         position_BT = pad(positions, UNSEEN)
         self.position_BC = torch.cat([self.position_BC, position_BT], -1)
         visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
-        position_BT = pad(positions)  # a model may have a table of positions, which ends before UNSEEN
+        position_BT = pad(positions)  # UNSEEN is beyond a model's position table
         body = self.actor.base_model
         hidden_BTH = models.masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
         return hidden_BTH, position_BT
@@ -237,27 +237,27 @@ class Memory:
 
 @torch.no_grad()
 def generate(memory, rows, starts, args, streams, greedy=False):
-    """Writes N utterances, row by row: one after rows[name][:start] for each of the row's starts.
+    """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
-    A row is read once for all its states. Returns ids [N][...], with the end token unless cut before it, and
-    log-probs [N].
+    Each row is read once for all its states. Returns ids [N][...], with the end token unless cut before it,
+    and log-probs [N].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
-    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, S = start_BS.shape
     before_BS = start_BS - 1 - position_BT[:, :1]
     hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states among the P places of the flattened [B, S]
+    places = []  # where the N states are among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT = torch.zeros(B * S, T)  # uniform random numbers
     u_PT[places] = models.uniform(streams, T)
     u_PT = u_PT.to(actor.device)
     for step in range(T):
@@ -271,7 +271,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
-        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        # The tokens just written become S more columns of the cache, each visible to its own state only.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
@@ -284,15 +284,15 @@ def generate(memory, rows, starts, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues that have an action, and -log pi of each utterance.
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
+    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
     """
     seeds = range(len(worlds))
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # For the action as lay_out spells it: n broken bytes, decoded to U+FFFD, are 3n tokens; and an end.
+    # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))
@@ -317,7 +317,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
+    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -343,7 +343,7 @@ def actor_update(actor, optimizer, dialogues, args):
 
 # ---------------------------------------------------------- 7. evaluation
 def play_tasks(actor, args, greedy):
-    """About `eval_episodes` sampled dialogues, in whole passes over the tasks; greedily, each task once.
+    """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
     The seeds are always the same, so that evaluations are comparable.
     """
@@ -360,7 +360,7 @@ def play_tasks(actor, args, greedy):
 
 
 def evaluate(actor, args):
-    """Figures of sampled and of greedy play."""
+    """Metrics of sampled and of greedy play."""
     sampled = envs.summarise(play_tasks(actor, args, greedy=False), "eval/{}")
     greedy = envs.summarise(play_tasks(actor, args, greedy=True), "eval/{}_greedy")
     return sampled | greedy
@@ -368,7 +368,7 @@ def evaluate(actor, args):
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
-    """Iterations of rollouts and imitation; returns what it writes to summary.json."""
+    """Alternates rollouts and imitation; returns what it writes to summary.json."""
     run = runs.Run(args, "filtered_bc")
     rng = run.rng
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
@@ -381,19 +381,19 @@ def main(args: Args) -> dict[str, float]:
     run.start({"actor": actor, "actor_optimizer": actor_optimizer}, replay_buffer=[], episodes=0)
     if not args.resume:
         run.log(evaluate(actor, args), "return")
-    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
+    replay_buffer = run.state["replay_buffer"]  # modified in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
         logs = []
-        # 1. dialogues of the current actor; the buffer has the newest
+        # 1. dialogues of the current actor; the buffer keeps the newest
         played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
         while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
             replay_buffer.pop(0)
 
-        # 2. the actor, on the best of these
+        # 2. the actor, on the best of them
         best = best_of(replay_buffer, args.keep)
         lr = args.actor_lr
         if args.anneal_lr:
