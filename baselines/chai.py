@@ -1,25 +1,25 @@
-"""CHAI: a frozen actor proposes utterances, a critic of utterances chooses among them, in one file.
+"""CHAI: a frozen actor proposes utterances and a critic chooses among them, in one file.
 
     python -m baselines.chai --env twenty-questions-subset
-    python -m baselines.chai --candidates 1         # the actor as it is, and what it is worth
+    python -m baselines.chai --candidates 1         # the actor as it is, and a critic of its value
     python -m baselines.chai --resume runs/...
 
-The critic is ArCHer's, and learns from a replay buffer as ArCHer's does. The actor never changes. What is
-said in a state s is what the critic likes best of k utterances of the actor; this policy is called pi here.
+The critic is ArCHer's, and learns from a replay buffer as ArCHer's does. The actor never changes. In each
+state the agent samples k utterances from the actor and says the one with the highest Q; this policy is pi.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2, after Verma et al. 2022, arXiv:2204.08426
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)         Eq. 1      td_target
   E2  V(s)   <- E_{a~pi} Qbar(s,a)                              Eq. 2      critic_update
   E3  pi(s) = argmax min Q(s,a) over a_1 ... a_k ~ actor        sec. 5.2   best_utterances
-E2's expectation is over pi, the best of k, and not over the actor: V is what the policy that plays is worth.
-Differs from the paper; in brackets what undoes it:
-  D1  The actor is the start that all methods have; for the paper's, Table 3 has a learning rate.
-  D2  The critic is a decoder and starts as the actor does.
-  D3  E3 asks the critic; the authors' code asks its slow copy.
+E2's expectation is over pi, the best of k, and not over the actor: V is the value of the policy that plays.
+Differs from the paper:
+  D1  The actor is the checkpoint that all methods start from; Table 3 has a learning rate for the paper's.
+  D2  The critic is a decoder and starts from the actor's weights.
+  D3  E3 uses the critic; the authors' code uses its slow copy.
   D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
-  D5  Rates, batches, buffer and numbers of updates are archer.py's, for a tiny model; Table 3 has others.
+  D5  Learning rate, batches, buffer and numbers of updates suit a tiny model; Table 3 has others.
   D6  The critic updates of an iteration share a pool of dialogues and one utterance of pi in each state.
-There is no greedy play: pi draws its candidates. It is evaluated as it plays, with seeds that stay the same.
+There is no greedy play, as pi samples its candidates. It is evaluated as it plays, with fixed seeds.
 """
 
 import copy
@@ -40,47 +40,47 @@ from envs import models, runs
 @dataclass
 class Args:
     # --- run
-    env: str = "twenty-questions"  # the world: an id of `python -m envs` or your own (docs/your_world.md)
-    world: str = ""  # options of the world, as NAME=VALUE, separated by commas (docs/worlds/)
-    seed: int = 1  # of all random numbers of the run; 0 or more
-    iterations: int = 20  # rounds of rollouts and critic updates; 0: only evaluates
-    runs: str = "runs"  # folder in which the run's own folder is made
-    name: str = ""  # of the run, for the name of its folder
-    resume: str = ""  # folder of a run to continue; its saved arguments are used unless given anew
+    env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
+    world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
+    seed: int = 1  # seed of all random numbers in the run; 0 or more
+    iterations: int = 20  # rounds of rollouts and critic updates; 0: only evaluate
+    runs: str = "runs"  # folder in which the run's own folder is created
+    name: str = ""  # label of the run, a part of its folder's name
+    resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # on the CPU; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
 
     # --- model
-    actor: str = ""  # causal LM, folder or Hugging Face name; "" is the world's own in checkpoints/
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of computations; parameters stay float32
+    actor: str = ""  # causal LM: folder or Hugging Face name; "" takes the world's own in checkpoints/
+    dtype: Literal["float32", "bfloat16"] = "float32"  # for computations; parameters stay float32
 
     # --- data
-    rollouts: int = 128  # dialogues played in an iteration (paper: 128; WebShop 512)
+    rollouts: int = 128  # dialogues played per iteration (paper: 128; WebShop 512)
     buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
-    temperature: float = 1.0  # of sampling
-    max_action_tokens: int = 16  # tokens after which an utterance is cut
+    temperature: float = 1.0  # sampling temperature
+    max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
     # --- algorithm
-    candidates: int = 5  # utterances of the actor among which the critic chooses (paper: 5)
-    critic_lr: float = 3e-4  # paper: 6e-4 (D5)
-    critic_updates: int = 40  # in an iteration, each with a Polyak step of the target (paper: 50; D5)
-    critic_batch: int = 32  # dialogues in an update of the critic (paper: a batch of 256)
-    critic_pool: int = 128  # dialogues that an iteration draws from the buffer for its critic updates (D6)
+    candidates: int = 5  # utterances sampled from the actor, among which the critic chooses (paper: 5)
+    critic_lr: float = 3e-4  # Adam's learning rate (paper: 6e-4; D5)
+    critic_updates: int = 40  # per iteration, each followed by a Polyak step of the target (paper: 50; D5)
+    critic_batch: int = 32  # dialogues per update of the critic (paper: a batch of 256)
+    critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates (D6)
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     # --- evaluation
-    eval_every: int = 10  # iterations between evaluations, and between checkpoints; Ctrl-C also writes one
-    eval_episodes: int = 314  # sampled dialogues of an evaluation, in whole passes over the tasks
+    eval_every: int = 10  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
-# A dialogue is a dict: n "actions", n "rewards", and n + 1 "observations". An observation is the state of the
-# next action, in most worlds the whole text so far; the last one follows the end. The N actions of a batch of
-# dialogues are numbered consecutively. "best" has an utterance of pi for each of their N states.
+# A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
+# next action, in most worlds the whole text so far; the last one comes after the end. The N actions of a
+# batch of dialogues are numbered consecutively. "best" has an utterance of pi for each of their N states.
 class Span(NamedTuple):
-    """Where an action stands, its end token included: in columns start to stop - 1 of a row."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
     row: int
     start: int
@@ -88,11 +88,11 @@ class Span(NamedTuple):
 
 
 def lay_out(dialogues, tokenizer):
-    """Spells dialogues as rows of token ids; each action ends with the end token.
+    """Tokenises dialogues into rows of ids; each action ends with the end token.
 
-    A row goes on as long as each observation only adds text. One that is written anew begins another row.
-    Returns the rows, a Span for each of the N actions, and prompts: for each dialogue, the row up to its next
-    action.
+    A row continues while each observation only appends to the text; one that rewrites it starts a new row.
+    Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
+    next action.
     """
     end = tokenizer.eos_token_id
     rows = []
@@ -101,19 +101,19 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # If the world adds no text, too: V(s') would be read at the very token at which Q(s,a) is.
+            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
                 row = rows[-1] + models.encode_reply(tokenizer, added)
             else:
                 row = models.encode_prompt(tokenizer, observation)
-            if turn == len(dialogue["actions"]):  # the last observation: no action follows, or not yet
+            if turn == len(dialogue["actions"]):  # the last observation: no action follows it, or none yet
                 prompts.append(row)
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would change a shared list.
+            # Not +=, which would modify a shared list.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -126,19 +126,19 @@ def lay_out(dialogues, tokenizer):
 
 
 def pad(rows, value=0):
-    """Rows of numbers as one tensor [B, T], padded on the right."""
+    """Stacks rows of numbers into one tensor [B, T], padded on the right."""
     tensors = [torch.tensor(row) for row in rows]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def flat(dialogues, key):
-    """What dialogues have under a key for each action, in one list [N]."""
+    """The dialogues' values under `key`, one for each action, in one list [N]."""
     return [item for dialogue in dialogues for item in dialogue[key]]
 
 
 # ---------------------------------------------------------- 3. the maths: pure functions
-# Suffixes name the axes: N states or actions, K candidates, M = N K, V the vocabulary, H hidden, 2 the twin
-# critics, B rows, T columns, C columns that can be seen, S states of a row, P = B * S places.
+# Suffixes name the axes: N states or actions, K candidates, M = N K, V vocabulary, H hidden size, 2 twin
+# critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -157,18 +157,18 @@ def mc_returns(rewards, gamma):
     returns = [0.0]
     for reward in reversed(rewards):
         returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]  # from the first turn on, without the 0 after the last
+    return returns[:0:-1]  # from the first turn to the last, without the 0 behind it
 
 
 # ---------------------------------------------------------- 4. models
-ROW, PADDING = -1, -2  # fork numbers of a row's own tokens, and of padding
+ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
 
 
 def read_forks(body, rows, spans, utterances, dtype):
-    """Hidden states [N, H] where N states end, and where an utterance that is said there ends.
+    """Hidden states [N, H] at the ends of N states, and at the ends of one utterance in each.
 
-    The utterances [N][token ids] are forks: each is appended to its row, and sees that row up to its state,
-    and itself. A row with two actions a and the forks b and c in its two states:
+    The utterances [N][token ids] are forks: each is appended to its row, and sees itself and the row up to
+    its state. A row with two actions a, and the forks b and c in its two states:
 
         token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
@@ -196,7 +196,7 @@ def read_forks(body, rows, spans, utterances, dtype):
 
 
 def visibility(position_BT, fork_BT, start_BT):
-    """Whether a token (second axis) sees another (third): of its own fork, or of the row before its state."""
+    """Attention mask [B, T, T]: each token sees its own fork up to itself, and the row before its state."""
     is_same_BTT = fork_BT[:, None] == fork_BT[:, :, None]
     is_row_B1T = fork_BT[:, None] == ROW
     is_before_BTT = position_BT[:, None] < start_BT[:, :, None]
@@ -215,12 +215,12 @@ class TwinCritic(nn.Module):
         self.q_heads = Twins(mlp(width, width, value) for _ in range(2))
 
     def forward(self, dialogues, key="actions"):
-        """V of all N states [N, 2], and Q [N, 2] of what the dialogues have for them under a key."""
+        """V of all N states [N, 2], and Q [N, 2] of the text that the dialogues have for each under `key`."""
         rows, spans, _ = lay_out(dialogues, self.body.tokenizer)
         return self.judge(rows, spans, flat(dialogues, key))
 
     def judge(self, rows, spans, texts):
-        """V and Q of states that stand before `spans` in `rows`, and of a text in each of them."""
+        """V [N, 2] of the states that end where `spans` begin in `rows`, and Q [N, 2] of a text in each."""
         tokenizer = self.body.tokenizer
         end = [tokenizer.eos_token_id]
         forks = [models.encode(tokenizer, text) + end for text in texts]
@@ -256,7 +256,7 @@ def spoken(tokenizer, ids):
 
 
 def sample_tokens(logits_NV, u_N, greedy):
-    """A token of each row's softmax, by a uniform number, or its likeliest; its log-prob; both [N]."""
+    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
     logp_NV = logits_NV.log_softmax(-1)
     if greedy:
         token_N1 = logp_NV.argmax(-1, keepdim=True)
@@ -271,13 +271,13 @@ def sample_tokens(logits_NV, u_N, greedy):
 
 @torch.no_grad()
 def write_utterances(actor, rows, starts, args, streams, greedy=False):
-    """Writes N utterances, row by row: one after rows[b][:start] for each start of starts[b].
+    """Samples N utterances, row by row: one after rows[b][:start] for each start in starts[b].
 
-    A row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut before
-    it, and log-probs [N].
+    Each row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut
+    before it, and log-probs [N].
     """
-    ids_BC = pad(rows)  # on the right, where no state sees it
-    start_BS = pad(starts, 1)  # any start will do where a row has fewer states
+    ids_BC = pad(rows)  # padded on the right, where no state sees it
+    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, C = ids_BC.shape
     S = start_BS.shape[1]
     body = actor.base_model
@@ -288,14 +288,14 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
 
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # of the N states among the P places of the flattened [B, S]
+    places = []  # where the N states are among the P places of the flattened [B, S]
     for b, own in enumerate(starts):
         places += range(b * S, b * S + len(own))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
     T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # random numbers
+    u_PT = torch.zeros(B * S, T)  # uniform random numbers
     u_PT[places] = models.uniform(streams, T)
     u_PT = u_PT.to(actor.device)
     for step in range(T):
@@ -309,7 +309,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
-        # What was just written is read as S more columns of the cache, each seen by its own state alone.
+        # The tokens just written become S more columns of the cache, each visible to its own state only.
         visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
         token_BS = token_P.view(B, S)
         position_BS = start_BS + step
@@ -319,12 +319,12 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
 
 @torch.no_grad()
 def best_utterances(actor, critic, rows, spans, args, streams):
-    """E3: in each of N states, which stand before `spans` in `rows`, the best of K utterances, as text."""
+    """E3: the best of K sampled utterances, as text, in each state that ends where one of `spans` begins."""
     K = args.candidates
     starts = [[] for _ in rows]
     for span in spans:
         starts[span.row] += [span.start] * K
-    streams_M = [stream for stream in streams for _ in range(K)]  # each goes on from one to the next
+    streams_M = [stream for stream in streams for _ in range(K)]  # each serves its K candidates in turn
     utterances, _ = write_utterances(actor, rows, starts, args, streams_M)
     texts = [spoken(actor.tokenizer, ids) for ids in utterances]
     spans_M = [span for span in spans for _ in range(K)]
@@ -343,16 +343,17 @@ def rollout(
     rng=None,
     indices=None,
 ):
-    """Plays all worlds to their end by E3, in lockstep. Returns the dialogues that have an action.
+    """Plays all worlds to their end by E3, in lockstep; returns the dialogues with at least one action.
 
-    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut at the model's context.
+    `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's
+    context.
     """
     seeds = range(len(worlds))
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # n broken bytes, decoded to U+FFFD, are 3n tokens when encoded again; and an end.
+    # n broken bytes, decoded as U+FFFD, become 3n tokens when encoded again. Plus the end.
     room = 4 * args.max_action_tokens
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
@@ -367,7 +368,7 @@ def rollout(
         spans = []
         for b, row in enumerate(rows.values()):
             start = len(row)
-            span = Span(b, start, start)  # where an action will stand
+            span = Span(b, start, start)  # where the action will begin
             spans.append(span)
         own = [streams[i] for i in rows]
         texts = best_utterances(actor, critic, list(rows.values()), spans, args, own)
@@ -377,7 +378,7 @@ def rollout(
 
 # ---------------------------------------------------------- 6. updates
 def descend(loss, optimizer, parameters, max_norm, what):
-    """One step of an optimiser; the gradients of `parameters` are clipped. Returns the norm before that."""
+    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -388,7 +389,7 @@ def descend(loss, optimizer, parameters, max_norm, what):
 
 
 def with_best(dialogues, actor, critic, args, rng):
-    """Dialogues with an utterance of pi in each state, as text: the a ~ pi of E2 (D6)."""
+    """Adds to the dialogues an utterance of pi in each state, as text: the a ~ pi of E2 (D6)."""
     result = []
     for dialogue in dialogues:
         rows, spans, _ = lay_out([dialogue], actor.tokenizer)
@@ -409,7 +410,7 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_v_N2 = slow_v_N2.roll(-1, 0)
-    next_v_N2[last_turns] = 0.0  # nothing follows an end; a truncation counts as one
+    next_v_N2[last_turns] = 0.0  # the value behind an end is 0; a truncation counts as an end
     reward_N = return_N.new_tensor(flat(dialogues, "rewards"))
     v_N2, q_N2 = critic(dialogues)
     q_target_N2 = td_target(reward_N, next_v_N2, args.gamma)
@@ -429,7 +430,7 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 # ---------------------------------------------------------- 7. evaluation
 def evaluate(actor, critic, args):
-    """Figures of about `eval_episodes` dialogues played by E3, in whole passes over the tasks.
+    """Metrics of about `eval_episodes` dialogues played by E3, in whole passes over the tasks.
 
     The seeds are always the same, so that evaluations are comparable.
     """
@@ -446,19 +447,19 @@ def evaluate(actor, critic, args):
 
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
-    """Iterations of rollouts and critic updates; returns what it writes to summary.json."""
+    """Alternates rollouts and critic updates; returns what it writes to summary.json."""
     run = runs.Run(args, "chai")
     rng = run.rng
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
 
-    # --- models and optimiser, as they start; the actor stays so (D1)
+    # --- models and optimiser, as they start; the actor stays as it is (D1)
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     actor = models.load(transformers.AutoModelForCausalLM, source, args)
     models.probe(actor)
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)
-    first = rollout(actor, blank, worlds, args, rng)  # a resumed run drops these
+    first = rollout(actor, blank, worlds, args, rng)  # a resumed run discards these
     returns = []
     for dialogue in first:
         from_turns = mc_returns(dialogue["rewards"], args.gamma)
@@ -473,12 +474,12 @@ def main(args: Args) -> dict[str, float]:
     run.start(modules, replay_buffer=first, episodes=len(first))
     if not args.resume:
         run.log(evaluate(actor, critic, args), "return")
-    replay_buffer = run.state["replay_buffer"]  # is changed in place, so that checkpoints have it
+    replay_buffer = run.state["replay_buffer"]  # modified in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
         began = time.time()
         logs = []
-        # 1. dialogues of the frozen actor, by the current critic's choice
+        # 1. dialogues of the frozen actor and the current critic
         played = rollout(actor, critic, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
