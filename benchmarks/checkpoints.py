@@ -100,9 +100,10 @@ def make(world: str, out: Path, extra: str = "") -> Path:
 
 
 ABOUT = """\
-Each command trains the model in the folder beside it. Minutes are for one CPU core. "sampled" and "greedy" are
-mean returns over all tasks of the world, each played once, before the weights were rounded to bfloat16. At its
-commit a command makes the same digest again on a processor of the same kind; another may round differently.
+Each command trains the model in the folder beside it. Minutes are for one CPU core. "sampled" and
+"greedy" are mean returns over all tasks of the world, each played once, before the weights were rounded
+to bfloat16. At its commit a command makes the same digest again on a processor of the same kind;
+another may round differently.
 """
 
 
