@@ -99,16 +99,20 @@ def make(world: str, out: Path, extra: str = "") -> Path:
     return folder
 
 
+ABOUT = """\
+Each command trains the model in the folder beside it. Minutes are for one CPU core. "sampled" and
+"greedy" are mean returns over all tasks of the world, each played once, before the weights were rounded
+to bfloat16. At its commit a command makes the same digest again on a processor of the same kind;
+another may round differently.
+"""
+
+
 def readme(out: Path) -> str:
     """The page of checkpoints/, from the files made.json."""
     lines = ["# Ready-made models\n", "Written by `python benchmarks/checkpoints.py`; do not edit.\n"]
-    lines += [
-        "Minutes are those of one CPU core. Returns are of all tasks of the world, each once, before the"
-    ]
-    lines += ["weights were rounded to bfloat16. At its commit a command makes the same digest again on a"]
-    lines += ["processor of the same kind; another may round otherwise.\n"]
+    lines += [ABOUT]
     lines += table(out, "sampled", "greedy")
-    lines += ["\nGuides of LGE, with the ranking of development variations (docs/guide_simcse.md):\n"]
+    lines += ["\nGuides of LGE, with their ranking of development variations (docs/guide_simcse.md):\n"]
     lines += table(out, "rsr50", "map")
     return "\n".join(lines) + "\n"
 
