@@ -63,6 +63,15 @@ def apart(text: str, wanted: str) -> str:
     return f"{text[shown]!r} stands where {wanted[shown]!r} should"
 
 
+def on_a_line(value) -> str:
+    """How Python shows a value, cut short; an array may be shown on several lines.
+
+    >>> on_a_line(np.array([["a"], ["b"]]))
+    "array([['a'], ['b']], dtype='<U1')"
+    """
+    return " ".join(repr(value).split())[:80]
+
+
 def plain(value):
     """A value of numpy, or a container of some, as Python's own, which JSON and a checkpoint take.
 
@@ -214,12 +223,12 @@ class Adapted(gymnasium.Env):
         """What a method has returned, made plain. Raises NotAWorld for other parts, or other types."""
         if not isinstance(result, tuple) or len(result) != len(parts):
             raise envs.NotAWorld(
-                f"{self.id}: {method} must return ({', '.join(parts)}), not {result!r:.80}; {PAGE}"
+                f"{self.id}: {method} must return ({', '.join(parts)}), not {on_a_line(result)}; {PAGE}"
             )
         for (part, kind), value in zip(parts.items(), result, strict=True):
             if not isinstance(value, kind) or (kind is Real and not math.isfinite(value)):
                 name = "a number" if kind is Real else getattr(kind, "__name__", "bool")
                 raise envs.NotAWorld(
-                    f"{self.id}: the {part} that {method} returns must be {name}, not {value!r:.80}; {PAGE}"
+                    f"{self.id}: the {part} that {method} returns must be {name}, not {on_a_line(value)}; {PAGE}"
                 )
         return tuple(map(plain, result))
