@@ -229,6 +229,7 @@ class Adapted(gymnasium.Env):
             if not isinstance(value, kind) or (kind is Real and not math.isfinite(value)):
                 name = "a number" if kind is Real else getattr(kind, "__name__", "bool")
                 raise envs.NotAWorld(
-                    f"{self.id}: the {part} that {method} returns must be {name}, not {on_a_line(value)}; {PAGE}"
+                    f"{self.id}: the {part} that {method} returns must be {name}, "
+                    f"not {on_a_line(value)}; {PAGE}"
                 )
         return tuple(map(plain, result))
