@@ -14,6 +14,10 @@ that number. The run's folder does not say so: give it a --name.
   D9      Q has networks of its own instead of V plus a linear function.
   mc      Q and V learn the Monte-Carlo returns (App. D.1).
   iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2).
+  played  The actor learns from the utterances of the dialogues just played, with PPO's clip of 0.2; each of
+          --actor-updates takes the next --actor-batch dialogues, over and over again in new orders. The
+          advantage is E3's.
+  gae     The same, but the advantage is GAE over utterances, with the critic's V and a lambda of 0.95.
 """
 
 import copy
@@ -32,10 +36,13 @@ from tokenizers.processors import TemplateProcessing
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
+from baselines import ppo
 from envs import models, runs
 
 BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
 EXPECTILE = 0.9  # of E6; App. D.2 names no number
+CLIP = 0.2  # of the ratio of probabilities, in "played" and "gae"; it and lambda are baselines/ppo.py's
+LAMBDA = 0.95
 
 
 # ---------------------------------------------------------- D2, random
@@ -197,6 +204,74 @@ def without_fresh(dialogues, actor, args, rng):
     return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
 
 
+# ---------------------------------------------------------- played, gae
+class FromPlayed:
+    """The actor's updates take what was said in the newest dialogues; the critic's are archer.py's.
+
+    A dialogue here also has the ids of what was said as "fresh_ids", and of these the log-probs before the
+    first update, "old" [m], and with GAE the "advantage" [n] of its n utterances.
+    """
+
+    def __init__(self, with_gae: bool):
+        self.with_gae = with_gae
+        self.play = archer.rollout
+        self.update = archer.actor_update
+        self.losses = archer.actor_losses
+
+    def rollout(self, actor, worlds, args, rng=None, indices=None, greedy=False):
+        """archer.rollout; remembers what is played to learn from."""
+        dialogues, nll = self.play(actor, worlds, args, rng, indices, greedy)
+        if rng is not None:
+            self.newest = dialogues
+            self.queue = None
+        return dialogues, nll
+
+    @torch.no_grad()
+    def prepared(self, actor, critic, args):
+        """The newest dialogues with all that the losses need."""
+        end = [actor.tokenizer.eos_token_id]
+        result = []
+        for dialogue in self.newest:
+            ids = [models.encode(actor.tokenizer, action) + end for action in dialogue["actions"]]
+            logits_MV, token_M, *_ = archer.score(actor, [dialogue], ids, args.temperature, args.dtype)
+            old_M = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
+            v_N2, _ = critic([dialogue])
+            values = v_N2.mean(-1).tolist()
+            discounts = [args.gamma] * (len(ids) - 1) + [0.0]
+            advantage = ppo.gae(dialogue["rewards"], discounts, values, LAMBDA)
+            own = {"fresh": dialogue["actions"], "fresh_ids": ids, "old": old_M, "advantage": advantage}
+            result.append(dialogue | own)
+        mean = torch.tensor(archer.flat(result, "advantage")).mean()
+        for dialogue in result:
+            dialogue["advantage"] = torch.tensor(dialogue["advantage"]) - args.center * mean  # D3
+        return result
+
+    def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
+        """archer.actor_update on the next of the newest dialogues."""
+        if self.queue is None:
+            self.newest = self.prepared(actor, critic, args)
+            self.queue = []
+        while len(self.queue) < args.actor_batch:
+            self.queue += [self.newest[i] for i in rng.permutation(len(self.newest))]
+        batch, self.queue = self.queue[: args.actor_batch], self.queue[args.actor_batch :]
+        with patch.object(archer, "with_fresh", lambda dialogues, *_: dialogues):
+            return self.update(actor, ref_model, critic, baseline, optimizer, batch, args, rng)
+
+    def actor_losses(self, actor, ref_model, baseline, dialogues, advantage_N, args):
+        """archer.actor_losses with the clip, and with GAE instead of the advantages that it is given."""
+        device = advantage_N.device
+        self.old_M = torch.cat([dialogue["old"] for dialogue in dialogues])
+        if self.with_gae:
+            advantage_N = torch.cat([dialogue["advantage"] for dialogue in dialogues]).to(device)
+        return self.losses(actor, ref_model, baseline, dialogues, advantage_N, args)
+
+    def clipped_loss(self, logp_M, advantage_N, owner_M, baseline_M=0.0):
+        """archer.reinforce_loss for several steps on the same utterances, as baselines/ppo.py has it."""
+        weight_M = (advantage_N[owner_M] - baseline_M).detach()
+        loss, _ = ppo.clipped_loss(logp_M, self.old_M, weight_M, CLIP)
+        return loss * len(logp_M) / len(advantage_N)  # a mean over utterances, not over tokens
+
+
 # ---------------------------------------------------------- the command
 @contextmanager
 def exchanged(variant: str) -> Iterator[None]:
@@ -226,11 +301,17 @@ def exchanged(variant: str) -> Iterator[None]:
             put(archer, "actor_update", with_own_samples(archer.actor_update))
             put(archer, "with_fresh", without_fresh)
             put(archer, "value_loss", expectile_loss)
+        if variant in ("played", "gae"):
+            own = FromPlayed(variant == "gae")
+            put(archer, "rollout", own.rollout)
+            put(archer, "actor_update", own.actor_update)
+            put(archer, "actor_losses", own.actor_losses)
+            put(archer, "reinforce_loss", own.clipped_loss)
         yield
 
 
 CRITICS = {"D2": random_encoder, "random": random_decoder}
-VARIANTS = ("D2", "random", "D4", "D7", "D8", "D9", "mc", "iql")
+VARIANTS = ("D2", "random", "D4", "D7", "D8", "D9", "mc", "iql", "played", "gae")
 
 
 def main() -> None:
