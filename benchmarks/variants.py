@@ -237,7 +237,7 @@ class FromPlayed:
             old_M = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
             v_N2, _ = critic([dialogue])
             values = v_N2.mean(-1).tolist()
-            discounts = [args.gamma] * (len(ids) - 1) + [0.0]
+            discounts = [args.gamma] * len(values)  # what comes behind the last one is 0 anyway
             advantage = ppo.gae(dialogue["rewards"], discounts, values, LAMBDA)
             own = {"fresh": dialogue["actions"], "fresh_ids": ids, "old": old_M, "advantage": advantage}
             result.append(dialogue | own)

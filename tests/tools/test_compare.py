@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -347,6 +348,74 @@ def test_iql_the_critic_reads_what_was_said_and_the_actor_what_it_would_say(monk
         (read,) = archer.with_fresh(dialogues, None, None, None)
         assert archer.actor_update() == "sampled"
     assert read["fresh"] == ["Is it big?"]
+
+
+def test_gae_advantages_are_sums_of_later_surprises_less_their_mean():
+    args = archer.Args(env=SUBSET, gamma=0.5)
+    actor = models.load_actor(str(ROOT / "checkpoints/twenty-questions-phrases"), args)
+    worlds = variants.envs.VecTextEnv(SUBSET, 3)
+    with variants.exchanged("gae"):
+        own = archer.rollout.__self__
+        dialogues, nll = archer.rollout(actor, worlds, args, np.random.default_rng(0))
+        told, _ = archer.rollout(actor, worlds, args, None)  # an evaluation: nothing to learn from
+        assert own.newest is dialogues and told is not dialogues and own.queue is None
+
+        def critic(batch):
+            """V of turn n is n: the twins say one more and one less."""
+            v_N = torch.arange(len(batch[0]["actions"]), dtype=torch.float32)
+            return torch.stack([v_N + 1, v_N - 1], -1), None
+
+        prepared = own.prepared(actor, critic, args)
+    expected = []
+    for dialogue in dialogues:
+        n = len(dialogue["actions"])
+        values = [*range(n), 0.0]
+        surprises = [dialogue["rewards"][t] + 0.5 * values[t + 1] - values[t] for t in range(n)]
+        for m in range(n):
+            expected.append(sum((0.5 * variants.LAMBDA) ** t * d for t, d in enumerate(surprises[m:])))
+    advantage_N = torch.cat([dialogue["advantage"] for dialogue in prepared])
+    assert torch.allclose(advantage_N, torch.tensor(expected) - np.mean(expected), atol=1e-5)
+    assert {ids[-1] for ids in archer.flat(prepared, "fresh_ids")} == {actor.tokenizer.eos_token_id}
+    logp = sum(dialogue["old"].sum().item() for dialogue in prepared)
+    assert logp == pytest.approx(-sum(nll), abs=1e-2), "the log-probs are those of the sampled utterances"
+
+
+def test_played_each_pass_takes_every_new_dialogue_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(archer, "actor_update", lambda *given: told.append(archer.with_fresh(given[5])))
+    args = archer.Args(actor_batch=2)
+    with variants.exchanged("played"):
+        own = archer.rollout.__self__
+        monkeypatch.setattr(own, "prepared", lambda *_: own.newest)
+        for newest in ([1, 2, 3, 4], [5, 6, 7, 8]):
+            own.newest = newest
+            own.queue = None
+            for _ in range(4):
+                archer.actor_update(
+                    None, None, None, None, None, ["of the buffer"], args, np.random.default_rng(0)
+                )
+            first, second = told[-4] + told[-3], told[-2] + told[-1]
+            assert sorted(first) == sorted(second) == newest
+
+
+def test_played_the_first_step_is_reinforce_and_the_clip_stops_later_ones():
+    logp_M = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantage_N = torch.tensor([2.0, -3.0])
+    owner_M = torch.tensor([0, 0, 1])
+    archer.reinforce_loss(logp_M, advantage_N, owner_M).backward()
+    expected = logp_M.grad.clone()
+    with variants.exchanged("played"):
+        own = archer.rollout.__self__
+        for old_M, wanted in (
+            (logp_M.detach(), expected),
+            (logp_M.detach() - torch.tensor([0.3, -0.3, -0.3]), None),  # ratios of 1.35, 0.74, 0.74
+        ):
+            own.old_M = old_M
+            logp_M.grad = None
+            archer.reinforce_loss(logp_M, advantage_N, owner_M).backward()
+            if wanted is not None:
+                assert torch.allclose(logp_M.grad, wanted)
+    assert logp_M.grad.tolist() == pytest.approx([0.0, -np.exp(-0.3), 0.0])
 
 
 @pytest.mark.parametrize(
