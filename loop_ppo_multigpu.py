@@ -593,8 +593,6 @@ def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
 
     The K rollouts of a task are consecutive in `played`.
     """
-    if K < 2:
-        raise ValueError(f"--rollouts {K}: a rollout is judged by the others of its task, so it takes two")
     judged = []
     for i in range(0, len(played), K):
         neighbours = played[i : i + K]
@@ -859,6 +857,9 @@ def main(args: Args) -> dict:
     """Alternates rollouts and updates; returns what it writes to summary.json."""
     join_others(args)
     run = runs.Run(args, "loop_ppo_multigpu")
+    K = args.rollouts
+    if K < 2:
+        raise ValueError(f"--rollouts {K}: a rollout is judged by the others of its task, so it takes two")
     worlds = make_worlds(args, "train")
     world = worlds[0]
     difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
@@ -886,7 +887,6 @@ def main(args: Args) -> dict:
     for iteration in run.iterations(args.iterations):
         # 1. K rollouts of some tasks, those of a task from the same seed
         began = time.time()
-        K = args.rollouts
         is_short = len(trained_on) < args.tasks
         task_P = run.rng.choice(trained_on, args.tasks, replace=is_short)
         seed_P = run.rng.integers(2**31, size=args.tasks)

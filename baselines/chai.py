@@ -23,7 +23,6 @@ There is no greedy play, as pi samples its candidates. It is evaluated as it pla
 """
 
 import copy
-import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -477,7 +476,6 @@ def main(args: Args) -> dict[str, float]:
     replay_buffer = run.state["replay_buffer"]  # modified in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
-        began = time.time()
         logs = []
         # 1. dialogues of the frozen actor and the current critic
         played = rollout(actor, critic, worlds, args, rng)
@@ -500,8 +498,6 @@ def main(args: Args) -> dict[str, float]:
         is_due = run.is_due(args.eval_every)
         if is_due:
             metrics |= evaluate(actor, critic, args)
-        utterances = len(flat(played, "actions"))
-        metrics["time/utterances_per_second"] = utterances / (time.time() - began)
         samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
         run.log(metrics, "return|repeated|explained", samples)
         if is_due or run.stopped:

@@ -18,7 +18,6 @@ Differs from the paper; the option in brackets undoes it:
       authors' code it takes them from all that were ever played (--buffer-size 100000000).
 """
 
-import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -384,7 +383,6 @@ def main(args: Args) -> dict[str, float]:
     replay_buffer = run.state["replay_buffer"]  # modified in place, so that checkpoints have it
 
     for iteration in run.iterations(args.iterations):
-        began = time.time()
         logs = []
         # 1. dialogues of the current actor; the buffer keeps the newest
         played, nll = rollout(actor, worlds, args, rng)
@@ -414,7 +412,6 @@ def main(args: Args) -> dict[str, float]:
         is_due = run.is_due(args.eval_every)
         if is_due:
             metrics |= evaluate(actor, args)
-        metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
         samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
         run.log(metrics, "return|repeated|actor/loss", samples)
         if is_due or run.stopped:

@@ -23,7 +23,6 @@ Differs from the second paper, or from the code that it used (LMRL-Gym's); the o
 """
 
 import copy
-import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -462,7 +461,6 @@ def main(args: Args) -> dict[str, float]:
         run.log(evaluate(actor, args), "return")
 
     for iteration in run.iterations(args.iterations):
-        began = time.time()
         logs = []
         # 1. dialogues of the current actor, and the advantage of each token
         if iteration > 1:  # the first ones have been played already
@@ -490,7 +488,6 @@ def main(args: Args) -> dict[str, float]:
         is_due = run.is_due(args.eval_every)
         if is_due:
             metrics |= evaluate(actor, args)
-        metrics["time/utterances_per_second"] = len(nll) / (time.time() - began)
         samples = [{"iteration": iteration} | dialogue for dialogue in played[:4]]
         run.log(metrics, "return|repeated|explained|clipped", samples)
         if is_due or run.stopped:

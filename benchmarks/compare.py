@@ -28,7 +28,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -420,37 +419,15 @@ def names_in(args: Args, world: str) -> list[str]:
 
 
 # ---------------------------------------------------------- 5. curves and figures
-def clock(metrics: list[dict], summary: dict, per: int) -> list[float]:
-    """CPU-seconds of a run at the end of each iteration.
-
-    As logged, if it was; else the run's total, shared out by the wall-clock seconds of its iterations. What
-    these do not have comes before them: the first evaluation, and with LOOP the later ones, too.
-    """
-    if all("time/cpu_seconds" in row for row in metrics):
-        return [row["time/cpu_seconds"] for row in metrics]
-    walls = [seconds_of(row, per) for row in metrics]
-    before = max(0.0, summary["seconds"] - sum(walls))
-    rate = summary["cpu_seconds"] / (before + sum(walls))
-    return [rate * (before + wall) for wall in accumulate(walls)]
-
-
-def seconds_of(row: dict, per: int) -> float:
-    """Wall-clock seconds of an iteration, from its speed; 0 for the evaluation before the first one."""
-    if row["iteration"] == 0:
-        return 0.0
-    if "time/rollout" in row:
-        return row["time/rollout"] + row["time/update"]
-    return row["rollout/length"] * per / row["time/utterances_per_second"]
-
-
 def curve(metrics: list[dict], summary: dict, per: int) -> list[dict]:
     """A run by iteration: dialogues and CPU-seconds so far, return of its rollouts, evaluations."""
     tags = {"return": "rollout/return", "eval_sampled": "eval/return", "eval_greedy": "eval/return_greedy"}
     first = max(0, summary["episodes"] - summary["iteration"] * per)  # played before the first iteration
     points = []
-    for row, seconds in zip(metrics, clock(metrics, summary, per), strict=True):
+    for row in metrics:
         n = row["iteration"]
-        point = {"iteration": n, "dialogues": first + n * per, "cpu_seconds": round(seconds, 2)}
+        seconds = round(row["time/cpu_seconds"], 2)
+        point = {"iteration": n, "dialogues": first + n * per, "cpu_seconds": seconds}
         points.append(point | {name: row[tag] for name, tag in tags.items() if tag in row})
     return points
 

@@ -552,8 +552,13 @@ def test_scenarios_that_an_evaluation_cuts_do_not_count(warm, monkeypatch):
 def test_a_group_of_one_teaches_nothing():
     alone = ended(0, 1.0)
     assert loop_ppo.set_advantages([alone], 4, False) == [] and alone.advantage is None
+
+
+def test_one_rollout_of_a_task_is_refused_before_anything_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_ppo, "evaluate", None)
     with pytest.raises(ValueError, match="--rollouts 1: "):
-        loop_ppo.set_advantages([alone], 1, False)
+        loop_ppo.main(small(rollouts=1, runs=str(tmp_path)))
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
 # ------------------------------------------------------------------------------------- the updates
