@@ -18,6 +18,7 @@ that number. The run's folder does not say so: give it a --name.
           --actor-updates takes the next --actor-batch dialogues, over and over again in new orders. The
           advantage is E3's.
   gae     The same, but the advantage is GAE over utterances, with the critic's V and a lambda of 0.95.
+  td      The same with a lambda of 0: r + gamma V(s') - V(s), which is E3 with E1's target for Q.
 """
 
 import copy
@@ -41,8 +42,8 @@ from envs import models, runs
 
 BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
 EXPECTILE = 0.9  # of E6; App. D.2 names no number
-CLIP = 0.2  # of the ratio of probabilities, in "played" and "gae"; it and lambda are baselines/ppo.py's
-LAMBDA = 0.95
+CLIP = 0.2  # of the ratio of probabilities, as in baselines/ppo.py
+LAMBDAS = {"played": None, "gae": 0.95, "td": 0.0}  # of GAE; None: Q - V
 
 
 # ---------------------------------------------------------- D2, random
@@ -212,8 +213,8 @@ class FromPlayed:
     first update, "old" [m], and with GAE the "advantage" [n] of its n utterances.
     """
 
-    def __init__(self, with_gae: bool):
-        self.with_gae = with_gae
+    def __init__(self, lam: float | None):
+        self.lam = lam
         self.play = archer.rollout
         self.update = archer.actor_update
         self.losses = archer.actor_losses
@@ -238,7 +239,7 @@ class FromPlayed:
             v_N2, _ = critic([dialogue])
             values = v_N2.mean(-1).tolist()
             discounts = [args.gamma] * len(values)  # what comes behind the last one is 0 anyway
-            advantage = ppo.gae(dialogue["rewards"], discounts, values, LAMBDA)
+            advantage = ppo.gae(dialogue["rewards"], discounts, values, self.lam or 0.0)
             own = {"fresh": dialogue["actions"], "fresh_ids": ids, "old": old_M, "advantage": advantage}
             result.append(dialogue | own)
         mean = torch.tensor(archer.flat(result, "advantage")).mean()
@@ -261,7 +262,7 @@ class FromPlayed:
         """archer.actor_losses with the clip, and with GAE instead of the advantages that it is given."""
         device = advantage_N.device
         self.old_M = torch.cat([dialogue["old"] for dialogue in dialogues])
-        if self.with_gae:
+        if self.lam is not None:
             advantage_N = torch.cat([dialogue["advantage"] for dialogue in dialogues]).to(device)
         return self.losses(actor, ref_model, baseline, dialogues, advantage_N, args)
 
@@ -301,8 +302,8 @@ def exchanged(variant: str) -> Iterator[None]:
             put(archer, "actor_update", with_own_samples(archer.actor_update))
             put(archer, "with_fresh", without_fresh)
             put(archer, "value_loss", expectile_loss)
-        if variant in ("played", "gae"):
-            own = FromPlayed(variant == "gae")
+        if variant in LAMBDAS:
+            own = FromPlayed(LAMBDAS[variant])
             put(archer, "rollout", own.rollout)
             put(archer, "actor_update", own.actor_update)
             put(archer, "actor_losses", own.actor_losses)
@@ -311,7 +312,7 @@ def exchanged(variant: str) -> Iterator[None]:
 
 
 CRITICS = {"D2": random_encoder, "random": random_decoder}
-VARIANTS = ("D2", "random", "D4", "D7", "D8", "D9", "mc", "iql", "played", "gae")
+VARIANTS = ("D2", "random", "D4", "D7", "D8", "D9", "mc", "iql", *LAMBDAS)
 
 
 def main() -> None:

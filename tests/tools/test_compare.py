@@ -343,11 +343,12 @@ def test_iql_the_critic_reads_what_was_said_and_the_actor_what_it_would_say(monk
     assert read["fresh"] == ["Is it big?"]
 
 
-def test_gae_advantages_are_sums_of_later_surprises_less_their_mean():
+@pytest.mark.parametrize(("variant", "lam"), [("gae", 0.95), ("td", 0.0)])
+def test_gae_advantages_are_sums_of_later_surprises_less_their_mean(variant, lam):
     args = archer.Args(env=SUBSET, gamma=0.5)
     actor = models.load_actor(str(ROOT / "checkpoints/twenty-questions-phrases"), args)
     worlds = variants.envs.VecTextEnv(SUBSET, 3)
-    with variants.exchanged("gae"):
+    with variants.exchanged(variant):
         own = archer.rollout.__self__
         dialogues, nll = archer.rollout(actor, worlds, args, np.random.default_rng(0))
         told, _ = archer.rollout(actor, worlds, args, None)  # an evaluation: nothing to learn from
@@ -365,7 +366,7 @@ def test_gae_advantages_are_sums_of_later_surprises_less_their_mean():
         values = [*range(n), 0.0]
         surprises = [dialogue["rewards"][t] + 0.5 * values[t + 1] - values[t] for t in range(n)]
         for m in range(n):
-            expected.append(sum((0.5 * variants.LAMBDA) ** t * d for t, d in enumerate(surprises[m:])))
+            expected.append(sum((0.5 * lam) ** t * d for t, d in enumerate(surprises[m:])))
     advantage_N = torch.cat([dialogue["advantage"] for dialogue in prepared])
     assert torch.allclose(advantage_N, torch.tensor(expected) - np.mean(expected), atol=1e-5)
     assert {ids[-1] for ids in archer.flat(prepared, "fresh_ids")} == {actor.tokenizer.eos_token_id}
