@@ -51,7 +51,7 @@ class Args:
     env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # seed of all random numbers in the run; 0 or more
-    iterations: int = 60  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
+    iterations: int = 40  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
     runs: str = "runs"  # folder in which the run's own folder is created
     name: str = ""  # label of the run, a part of its folder's name
     resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
@@ -68,14 +68,14 @@ class Args:
 
     # --- data
     rollouts: int = 64  # dialogues played per iteration (paper: 128; WebShop 512; D5)
-    buffer_size: int = 1000  # dialogues that the replay buffer holds (paper, Table 3: 10,000 utterances)
+    buffer_size: int = 128  # dialogues that the replay buffer holds (Table 3: 10,000 utterances; D5)
     temperature: float = 1.0  # of sampling, and of scored log-probs
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
     # --- algorithm
     micro_batch: int = 16  # dialogues of an update that are in memory at a time; the result is the same
     critic_lr: float = 3e-4  # Adam's learning rate (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
-    critic_updates: int = 30  # per iteration, each followed by a Polyak step of the target (paper: 50)
+    critic_updates: int = 60  # per iteration, each followed by a Polyak step of the target (paper: 50)
     critic_batch: int = 16  # dialogues per update of the critic (paper: 256 utterances)
     critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates
     warmup: int = 4  # iterations before the actor's first update (paper: 20 or 10); 0: none
@@ -92,7 +92,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 15  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_every: int = 20  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 

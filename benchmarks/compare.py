@@ -56,7 +56,8 @@ class Row:
     worlds: tuple[str, ...] = WORLDS
 
 
-ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", "--critic-updates 80", "--actor-lr 6e-4 --actor-updates 8")
+LARGE_BUFFER = "--buffer-size 1000 --critic-updates 30"
+ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", LARGE_BUFFER, "--actor-lr 6e-4 --actor-updates 8")
 PPO = (
     "--rollouts 16 --minibatch 16",
     "--rollouts 32",
@@ -81,7 +82,9 @@ METHODS = {
     "ArCHer": Row("archer.py", ARCHER),
     "ArCHer, token baseline": Row("archer.py --baseline", ARCHER),
 }
-TABLE_3 = "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10"
+TABLE_3 = (
+    "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
+)
 # An encoder reads every state from its beginning: with the usual batches three minutes an iteration, 4 GB.
 FEW = "--critic-batch 8 --critic-pool 64 --actor-batch 16"
 ABLATIONS = {

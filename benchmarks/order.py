@@ -199,6 +199,7 @@ def main(args: Args) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     settings = archer.Args(env=WORLD, critic_lr=args.critic_lr, critic_batch=args.critic_batch)
+    settings.critic_updates = 30  # updates that share a pool
     actor = models.load(transformers.AutoModelForCausalLM, args.checkpoint, settings)
     rng = np.random.default_rng(args.seed)
     data = play(actor, args.dialogues, args.seed + 1, settings)

@@ -193,7 +193,14 @@ def test_learns_a_world_with_a_known_best_return(tmp_path, taught, world, seed):
     are the test's own: those of the script suit a larger model.
     """
     sizes = {"iterations": 120, "rollouts": 32, "critic_updates": 20, "critic_batch": 16, "critic_pool": 64}
-    sizes |= {"warmup": 20, "actor_updates": 4, "actor_batch": 32, "kl": 0.05, "gamma": 0.5}
+    sizes |= {
+        "buffer_size": 1000,
+        "warmup": 20,
+        "actor_updates": 4,
+        "actor_batch": 32,
+        "kl": 0.05,
+        "gamma": 0.5,
+    }
     sizes |= {"actor_lr": 1e-3, "critic_lr": 1e-3}
     sizes |= {"eval_every": 120, "eval_episodes": 128}
     summary = archer.main(small(env=world, seed=seed, runs=tmp_path, actor=taught[world], **sizes))
