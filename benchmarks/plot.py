@@ -6,7 +6,8 @@
     python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
-where the shortest of them has come. A line is named by the arguments in which it differs from the others.
+where the shortest of them has come. A line is named by its script, if there are several, and by the arguments
+in which runs of one script differ.
 The third draws a panel for each metric. The fourth draws what benchmarks/compare.py has written: return by
 dialogues and, beside it, by CPU-seconds.
 """
@@ -60,14 +61,23 @@ def average(points: dict[int, float], over: int) -> dict[int, float]:
 
 
 def grouped(found: list[tuple[dict, dict]]) -> dict[str, list[dict[int, float]]]:
-    """Curves of runs that differ in their seed alone, under the arguments in which the groups differ."""
+    """Curves of runs that differ in their seed alone, under what tells the groups apart.
+
+    That is the script, and the arguments in which runs of one script differ.
+    """
     told = [{name: value for name, value in arguments.items() if name not in APART} for arguments, _ in found]
     names = list(dict.fromkeys(name for arguments in told for name in arguments))
-    varied = [name for name in names if len({str(arguments.get(name)) for arguments in told}) > 1]
+    scripts = list(dict.fromkeys(arguments["script"] for arguments in told))
+    varied = ["script"] if len(scripts) > 1 else []
+    for name in names:
+        values = {(arguments["script"], str(arguments.get(name))) for arguments in told}
+        if len(values) > len(scripts):
+            varied.append(name)
     groups = {}
     for arguments, (_, points) in zip(told, found, strict=True):
-        label = ", ".join(f"{name} {arguments.get(name)}" for name in varied) or arguments["script"]
-        groups.setdefault(label, []).append(points)
+        own = [name for name in varied if name in arguments]
+        label = ", ".join(f"{name} {arguments[name]}".removeprefix("script ") for name in own)
+        groups.setdefault(label or arguments["script"], []).append(points)
     return groups
 
 

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import plot
 
 
-def a_run(folder: Path, name: str, values: list[float], **arguments) -> Path:
-    run = folder / f"world__archer__{name}"
+def a_run(folder: Path, name: str, values: list[float], script: str = "archer", **arguments) -> Path:
+    run = folder / f"world__{script}__{name}"
     run.mkdir()
     (run / "args.json").write_text(json.dumps({"env": "world", **arguments}))
     rows = [{"iteration": i, "rollout/return": value} for i, value in enumerate(values, 1)]
@@ -36,6 +36,19 @@ def test_a_line_is_what_differs_in_its_seed_alone(tmp_path):
     before = (tmp_path / "a.svg").read_bytes()
     plot.main(plot.Args(runs=runs, out=tmp_path / "a.svg", mark=["best=2.5"]))
     assert (tmp_path / "a.svg").read_bytes() == before, "the same runs make the same file"
+
+
+def test_runs_of_two_scripts_are_told_apart_by_the_script_and_not_by_its_arguments(tmp_path):
+    runs = [
+        a_run(tmp_path, "1", [-3.0], seed=1, kl=0.0),
+        a_run(tmp_path, "1", [-5.0], script="ppo", seed=1, kl=0.5, clip=0.2),
+        a_run(tmp_path, "2", [-4.0], script="ppo", seed=2, kl=0.5, clip=0.2),
+    ]
+    groups = plot.grouped([plot.read(run, "rollout/return") for run in runs])
+    assert {label: len(curves) for label, curves in groups.items()} == {"archer": 1, "ppo": 2}
+    runs.append(a_run(tmp_path, "3", [-4.0], script="ppo", seed=2, kl=0.5, clip=0.1))
+    groups = plot.grouped([plot.read(run, "rollout/return") for run in runs])
+    assert list(groups) == ["archer", "ppo, clip 0.2", "ppo, clip 0.1"], "archer has no clip"
 
 
 def test_each_metric_has_a_picture_and_a_table_of_its_own(tmp_path):
