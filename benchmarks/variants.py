@@ -205,7 +205,7 @@ def without_fresh(dialogues, actor, args, rng):
     return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
 
 
-# ---------------------------------------------------------- played, gae
+# ---------------------------------------------------------- played, gae, td
 class FromPlayed:
     """The actor's updates take what was said in the newest dialogues; the critic's are archer.py's.
 
