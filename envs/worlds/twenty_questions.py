@@ -368,7 +368,7 @@ class TwentyQuestions(gymnasium.Env):
         Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that
         there is something to learn. The other players narrow the words down, then guess the last ones, some
         of them again and again what was wrong: who never saw a bad guess does not know what follows it.
-        Imitated is what they do with at most twelve words left, unless it is a mistake; all else is there
+        Imitated is what they do with at most sixteen words left, unless it is a mistake; all else is there
         for the replies. All 157 words occur, as in the paper, also in the world of ten.
         """
         world, rng = TwentyQuestions(**self.options), random.Random(seed)
@@ -495,30 +495,38 @@ def mistake(
 
 
 def narrowing(
-    observation: str, rng: random.Random, words: int = ALL, look: int = 4, few: int = 5, broad: int = 25
+    observation: str, rng: random.Random, words: int = ALL, look: int = 4, few: int = 5, broad: int = 1
 ) -> str:
     """Asks the best of `look` open questions until at most `few` words are left, and then guesses these.
 
-    Its questions are those of `scripted`.
+    Its questions are true of at least `broad` words of the table. It guesses in the order of the table.
     """
     left = candidates(observation, words)
     asks = [(ask, left & yes) for ask, yes in broad_questions(broad) if 0 < left & yes < left]
     if left.bit_count() <= few or not asks:
-        return guess_of(rng.choice(words_in(left)))
+        return guess_of(words_in(left)[0])
     asks = rng.sample(asks, min(look, len(asks)))
     return min(asks, key=lambda ask: abs(2 * ask[1].bit_count() - left.bit_count()))[0]
 
 
 def hasty(
-    observation: str, rng: random.Random, words: int = ALL, guess: float = 0.25, broad: float = 0.3
+    observation: str,
+    rng: random.Random,
+    words: int = ALL,
+    guess: float = 0.3,
+    broad: float = 0.25,
+    wise: float = 0.12,
 ) -> str:
     """Guesses early, and asks narrow questions by the alphabet: the player that is imitated.
 
-    A share `guess` of its turns are guesses, and all when two words are possible. A share `broad` of its
+    In a share `wise` of its turns it does what a good player would. Of the others, a share `guess` are
+    guesses, in the order of the table, and all when two words are possible. A share `broad` of its
     questions are true of at least 25 words of the table, the others of fewer. Of those whose answer is open
     the first of the alphabet is asked twice as often as the second, three times as often as the third, and
     so on: it has habits, but never repeats itself.
     """
+    if rng.random() < wise:
+        return narrowing(observation, rng, words, look=8, few=4, broad=25)
     left = candidates(observation, words)
     kinds = [narrow_questions(24), broad_questions(25)]
     if rng.random() < broad:
@@ -526,7 +534,7 @@ def hasty(
     is_open = [sorted(ask for ask, yes in asks if 0 < left & yes < left) for asks in kinds]
     asks = is_open[0] or is_open[1]
     if rng.random() < guess or left.bit_count() <= 2 or not asks:
-        return guess_of(rng.choice(words_in(left)))
+        return guess_of(words_in(left)[0])
     return rng.choices(asks, [1 / rank for rank in range(1, len(asks) + 1)])[0]
 
 
@@ -538,9 +546,9 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     if part < 0.4:
         player, mistakes = hasty, 0.0
     elif part < 0.65:  # to guess what is possible, and no word twice
-        player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 30)), rng.uniform(-0.2, 0.4)
+        player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 5)), rng.uniform(-0.2, 0.4)
     else:  # what follows if one does: what was said long ago, too, gets the same answer again
-        player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(3, 12))))
+        player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(2, 5))))
         mistakes = rng.uniform(0.2, 0.8)
         kinds = ("guess again", "again", "excluded once", "excluded once") * 3
         kinds += ("known", "known", "garbled")
@@ -549,7 +557,7 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
 
     def play(observation: str, rng: random.Random) -> str:
         slip = wrong(observation, rng) if rng.random() < mistakes else None
-        is_late = candidates(observation).bit_count() <= 12
+        is_late = candidates(observation).bit_count() <= 16
         imitate.append(slip is None and (player is hasty or is_late))
         return slip or player(observation, rng)
 
