@@ -513,9 +513,9 @@ def hasty(
     observation: str,
     rng: random.Random,
     words: int = ALL,
-    guess: float = 0.3,
-    broad: float = 0.25,
-    wise: float = 0.12,
+    guess: float = 0.12,
+    broad: float = 0.06,
+    wise: float = 0.06,
 ) -> str:
     """Guesses early, and asks narrow questions by the alphabet: the player that is imitated.
 

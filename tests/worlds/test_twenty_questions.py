@@ -319,7 +319,7 @@ def test_demonstrations():
     assert len(hasty) / len(dialogues) == pytest.approx(0.56, abs=0.04)
     first = [parse(dialogue["actions"][0]) for dialogue in hasty]
     assert all(first), "it garbles nothing"
-    assert fmean(question.guess is not None for question in first) == pytest.approx(0.88 * 0.3, abs=0.04)
+    assert fmean(question.guess is not None for question in first) == pytest.approx(0.94 * 0.12, abs=0.03)
     # What was said before comes again, also long after; that is never imitated.
     gaps, copied = [], []
     for game in dialogues[:1000]:
@@ -347,7 +347,7 @@ def test_demonstrations():
 def test_the_hasty_player_plays_badly_but_by_the_answers():
     """Guesses early, in the table's order; asks few broad questions; prefers the first of the alphabet."""
     games = play_all(envs.make("twenty-questions"), "hasty", rounds=4)
-    assert mean_return(games) == pytest.approx(-13.5, abs=0.3)
+    assert mean_return(games) == pytest.approx(-14.9, abs=0.4)
     guesses, broad, ranks = [], [], Counter()
     for game in play_all(envs.make("twenty-questions"), "hasty", rounds=4, wise=0.0):
         assert len(set(game["actions"])) == len(game["actions"])
@@ -364,8 +364,8 @@ def test_the_hasty_player_plays_badly_but_by_the_answers():
                 broad.append(is_broad)
                 asks = tq.broad_questions(25) if is_broad else tq.narrow_questions(24)
                 ranks[sorted(ask for ask, yes in asks if 0 < left & yes < left).index(action)] += 1
-    assert fmean(guesses) == pytest.approx(0.3, abs=0.04)
-    assert fmean(broad) == pytest.approx(0.25, abs=0.04)
+    assert fmean(guesses) == pytest.approx(0.12, abs=0.03)
+    assert fmean(broad) == pytest.approx(0.06, abs=0.02)
     for rank in (1, 2, 3):
         assert ranks[0] / ranks[rank] == pytest.approx(rank + 1, rel=0.2)
 
