@@ -519,8 +519,8 @@ def hasty(
 ) -> str:
     """Guesses early, and asks narrow questions by the alphabet: the player that is imitated.
 
-    In a share `wise` of its turns it does what a good player would. Of the others, a share `guess` are
-    guesses, in the order of the table, and all when two words are possible. A share `broad` of its
+    In a share `wise` of its turns it plays as `narrowing`. Of the others a share `guess` are guesses, in
+    the order of the table, and all when at most two words are possible. A share `broad` of its
     questions are true of at least 25 words of the table, the others of fewer. Of those whose answer is open
     the first of the alphabet is asked twice as often as the second, three times as often as the third, and
     so on: it has habits, but never repeats itself.
