@@ -471,7 +471,7 @@ def mistake(
     kinds: tuple = ("guess again", "guess again", "again", "excluded", "excluded", "known", "garbled"),
 ) -> str | None:
     """What tells nothing new: an utterance of before, an excluded guess, a question whose answer is known
-    or that is none.
+    or that is none. Of the kind "possible" it is no mistake, but a guess out of the order of the table.
 
     One of `kinds` is drawn. None if there is no such thing, as in the first turn.
     """
@@ -485,6 +485,8 @@ def mistake(
         return rng.choice(said) if said else None
     if kind == "garbled":
         return garble(rng.choice(tuple(QUESTIONS)), rng)
+    if kind == "possible":
+        return guess_of(rng.choice(words_in(left)))
     if kind in ("excluded", "excluded once"):
         excluded = words & ~left
         if kind == "excluded once":  # by a single answer: not seen at once
@@ -515,7 +517,7 @@ def hasty(
     words: int = ALL,
     guess: float = 0.12,
     broad: float = 0.06,
-    wise: float = 0.06,
+    wise: float = 0.08,
 ) -> str:
     """Guesses early, and asks narrow questions by the alphabet: the player that is imitated.
 
@@ -541,23 +543,21 @@ def hasty(
 def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
     part = rng.random()
-    look = rng.choice((2, 4, 8))
-    wrong = mistake
+    good = partial(narrowing, look=rng.choice((2, 4, 8)), few=rng.randint(2, 5))
     if part < 0.4:
         player, mistakes = hasty, 0.0
     elif part < 0.65:  # to guess what is possible, and no word twice
-        player, mistakes = partial(narrowing, look=look, few=rng.randint(2, 5)), rng.uniform(-0.2, 0.4)
+        player, mistakes = good, rng.uniform(-0.2, 0.6)
     else:  # what follows if one does: what was said long ago, too, gets the same answer again
-        player = rng.choice((hasty, partial(narrowing, look=look, few=rng.randint(2, 5))))
-        mistakes = rng.uniform(0.2, 0.8)
-        kinds = ("guess again", "again", "excluded once", "excluded once") * 3
-        kinds += ("known", "known", "garbled")
-        wrong = partial(mistake, kinds=kinds)
+        player, mistakes = rng.choice((hasty, good)), rng.uniform(0.4, 1.0)
+    kinds = ("possible", "guess again", "guess again", "again", "excluded once", "excluded once") * 3
+    kinds += ("known", "known", "garbled")
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
-        slip = wrong(observation, rng) if rng.random() < mistakes else None
         is_late = candidates(observation).bit_count() <= 16
+        share = mistakes if is_late else mistakes / 2  # most has to be known late in a dialogue
+        slip = mistake(observation, rng, kinds=kinds) if rng.random() < share else None
         imitate.append(slip is None and (player is hasty or is_late))
         return slip or player(observation, rng)
 
