@@ -459,21 +459,21 @@ def forgetful(observation: str, rng: random.Random, words: int = ALL, **knobs) -
 
 
 def mistaken(observation: str, rng: random.Random, words: int = ALL, mistakes: float = 0.2, **knobs) -> str:
-    """Plays as `scripted`, but for a share of turns that are a `mistake`."""
-    wrong = mistake(observation, rng, words) if rng.random() < mistakes else None
+    """Plays as `scripted`, but for a share of turns that are `off_script`."""
+    wrong = off_script(observation, rng, words) if rng.random() < mistakes else None
     return wrong or scripted(observation, rng, words, **knobs)
 
 
-def mistake(
+def off_script(
     observation: str,
     rng: random.Random,
     words: int = ALL,
     kinds: tuple = ("guess again", "guess again", "again", "excluded", "excluded", "known", "garbled"),
 ) -> str | None:
-    """What tells nothing new: an utterance of before, an excluded guess, a question whose answer is known
-    or that is none. Of the kind "possible" it is no mistake, but a guess out of the order of the table.
+    """What no player says of its own accord, of a kind drawn from `kinds`; None if there is no such thing.
 
-    One of `kinds` is drawn. None if there is no such thing, as in the first turn.
+    Most tell nothing new: an utterance of before, an excluded guess, a question whose answer is known or that
+    is none. "possible" is a guess that may be right, but is not the next in the table.
     """
     left = candidates(observation, words)
     said = [line.rpartition(" ")[0] for line in observation.split("\n")[1:-1]]
@@ -547,7 +547,7 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     if part < 0.4:
         player, mistakes = hasty, 0.0
     elif part < 0.65:  # to guess what is possible, and no word twice
-        player, mistakes = good, rng.uniform(-0.2, 0.6)
+        player, mistakes = good, rng.uniform(-0.2, 0.6)  # below 0: a quarter of these games has none
     else:  # what follows if one does: what was said long ago, too, gets the same answer again
         player, mistakes = rng.choice((hasty, good)), rng.uniform(0.4, 1.0)
     kinds = ("possible", "guess again", "guess again", "again", "excluded once", "excluded once") * 3
@@ -557,7 +557,7 @@ def lesson(world: TwentyQuestions, rng: random.Random) -> dict:
     def play(observation: str, rng: random.Random) -> str:
         is_late = candidates(observation).bit_count() <= 16
         share = mistakes if is_late else mistakes / 2  # most has to be known late in a dialogue
-        slip = mistake(observation, rng, kinds=kinds) if rng.random() < share else None
+        slip = off_script(observation, rng, kinds=kinds) if rng.random() < share else None
         imitate.append(slip is None and (player is hasty or is_late))
         return slip or player(observation, rng)
 

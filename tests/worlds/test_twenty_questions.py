@@ -344,6 +344,23 @@ def test_demonstrations():
     assert min(late, early, mistakes) > 300
 
 
+def test_demonstrations_go_off_script_late():
+    """Twice as often with at most sixteen words left. A guess out of order is never imitated."""
+    turns, wrong, out_of_order = Counter(), Counter(), 0
+    for game in envs.make("twenty-questions").demonstrations(3000, seed=0):
+        lefts = [tq.candidates(observation) for observation in game["observations"][:-1]]
+        for action, left, imitate in zip(game["actions"], lefts, game["imitate"], strict=True):
+            guess = (question := parse(action)) and question.guess
+            if guess and left & question.yes and guess != words_in(left)[0]:
+                out_of_order += 1
+                assert not imitate
+            if game["imitate"][0]:  # the hasty one's, whose turns are all imitated but these
+                turns[left.bit_count() <= 16] += 1
+                wrong[left.bit_count() <= 16] += not imitate
+    assert out_of_order > 500
+    assert wrong[True] / turns[True] == pytest.approx(2 * wrong[False] / turns[False], rel=0.25)
+
+
 def test_the_hasty_player_plays_badly_but_by_the_answers():
     """Guesses early, in the table's order; asks few broad questions; prefers the first of the alphabet."""
     games = play_all(envs.make("twenty-questions"), "hasty", rounds=4)
