@@ -54,7 +54,7 @@ class Args:
     env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # seed of all random numbers in the run; 0 or more
-    iterations: int = 40  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
+    iterations: int = 14  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
     runs: str = "runs"  # folder in which the run's own folder is created
     name: str = ""  # label of the run, a part of its folder's name
     resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
@@ -81,7 +81,7 @@ class Args:
     critic_updates: int = 60  # per iteration, each followed by a Polyak step of the target (paper: 50)
     critic_batch: int = 16  # dialogues per update of the critic (paper: 256 utterances)
     critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates
-    warmup: int = 4  # iterations before the actor's first update (paper: 20 or 10); 0: none
+    warmup: int = 2  # iterations before the actor's first update (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
 
@@ -95,7 +95,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 20  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_every: int = 7  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
     eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 

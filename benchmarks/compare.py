@@ -56,7 +56,7 @@ class Row:
     worlds: tuple[str, ...] = WORLDS
 
 
-LARGE_BUFFER = "--buffer-size 1000 --critic-updates 30"
+LARGE_BUFFER = "--buffer-size 1000 --critic-updates 30 --warmup 4"
 ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", LARGE_BUFFER, "--actor-lr 6e-4 --actor-updates 8")
 PPO = (
     "--rollouts 16 --minibatch 16",
