@@ -473,7 +473,7 @@ def off_script(
     """What no player says of its own accord, of a kind drawn from `kinds`; None if there is no such thing.
 
     Most tell nothing new: an utterance of before, an excluded guess, a question whose answer is known or that
-    is none. "possible" is a guess that may be right, but is not the next in the table.
+    is none. "possible" is a guess that may be right, whatever its place in the table.
     """
     left = candidates(observation, words)
     said = [line.rpartition(" ")[0] for line in observation.split("\n")[1:-1]]
