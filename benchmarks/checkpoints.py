@@ -35,9 +35,9 @@ COMMANDS = {
     "twenty-questions": f"python sft.py --env twenty-questions {MUON} --batch 32 --demonstrations 50000"
     " --fresh --epochs 5 --vocabulary 1500 --reply-weight 5 --width 96 --layers 4 --inner 256"
     " --context 512 --max-action-tokens 16 --threads 2 --save-every 250",
-    "guess-my-city": "python sft.py --env guess-my-city --vocabulary 1500 --phrases 500"
-    f" --demonstrations 20000 --fresh --epochs 5 --batch 32 {MUON} --inner 256 --context 1024"
-    " --max-action-tokens 16",
+    "guess-my-city": f"python sft.py --env guess-my-city {MUON} --batch 32 --demonstrations 40000"
+    " --fresh --epochs 5 --vocabulary 1500 --reply-weight 5 --width 96 --layers 4 --inner 256"
+    " --context 768 --max-action-tokens 16 --save-every 250",
     "mini-detective": "python sft.py --env mini-detective --vocabulary 1500 --phrases 200"
     f" --demonstrations 4000 --epochs 2 --batch 64 {MUON}",
     "webshop": "python sft.py --env webshop --vocabulary 1500 --phrases 100 --width 64 --inner 128"

@@ -733,21 +733,38 @@ class GuessMyCity(gymnasium.Env):
 # that it needs to know stands in the dialogue: the cities that agree with the answers so far.
 
 
-def candidates(observation: str) -> int:
-    """The set of cities that agree with all answers of the dialogue."""
-    left = ALL
+def answers(observation: str) -> list[int]:
+    """The cities that each answer of a dialogue leaves, as sets."""
+    sets = []
     for line in observation.split("\n")[1:-1]:
         question, _, answer = line.rpartition("? ")
         asked = parse(question)
         if asked is None:
             continue
         if asked.topic is not None:
-            left &= SAID_OF.get(asked.topic, {}).get(answer, ALL)
+            sets.append(SAID_OF.get(asked.topic, {}).get(answer, ALL))
         elif answer in (YES, NO):
             # A guess that has not ended the game was wrong, whatever a model may have answered.
-            left &= asked.yes if answer == YES and asked.guess is None else ~asked.yes
+            sets.append(asked.yes if answer == YES and asked.guess is None else ~asked.yes)
+    return sets
+
+
+def candidates(observation: str) -> int:
+    """The set of cities that agree with all answers of the dialogue."""
+    left = ALL
+    for agreeing in answers(observation):
+        left &= agreeing
     # A model may also contradict the table until nothing is left; then everything is possible again.
     return left or ALL
+
+
+def excluded_once(observation: str) -> int:
+    """The set of cities that agree with all answers of the dialogue but one."""
+    left, once = ALL, 0
+    for agreeing in answers(observation):
+        once = once & agreeing | left & ~agreeing
+        left &= agreeing
+    return once
 
 
 def cities_in(bits: int) -> list[str]:
@@ -790,46 +807,101 @@ def scripted(
     return garble(question, rng) if rng.random() < garbled else question
 
 
+def narrowing(
+    observation: str, rng: random.Random, look: int = 4, few: int = 5, broad: int = 1, open: bool = True
+) -> str:
+    """Asks the best of `look` undecided questions until at most `few` cities are left, then guesses these.
+
+    Its yes/no questions are true of at least `broad` cities. It guesses in the order of the table.
+    """
+    left = candidates(observation)
+    asks = [ask for ask, yes in broad_questions(broad) if 0 < left & yes < left]
+    if open:
+        asks += open_questions(left)
+    if left.bit_count() <= few or not asks:
+        return guess_of(cities_in(left)[0])
+    asks = rng.sample(asks, min(look, len(asks)))
+    return min(asks, key=lambda ask: left_on_average(left, ask))
+
+
 def hasty(
     observation: str,
     rng: random.Random,
-    guess: float = 0.4,
-    open: float = 0.1,
-    broad: float = 0.4,
-    forget: float = 0.2,
+    guess: float = 0.12,
+    open: float = 0.02,
+    broad: float = 0.03,
+    wise: float = 0.03,
 ) -> str:
-    """Guesses early, asks narrow questions and forgets: the player that is imitated.
+    """Guesses early, and asks narrow questions by the alphabet: the player that is imitated.
 
-    A share `guess` of its turns are guesses, and all when two cities are possible. A share `open` of its
-    questions are open ones; of the others a share `broad` are true of at least 25 cities, the rest of at most
-    eight. In a share `forget` of its turns it knows nothing of what was answered.
+    In a share `wise` of its turns it plays as `narrowing`, without open questions. Of the others a share
+    `guess` are guesses, in the order of the table, and all when at most two cities are possible. A share
+    `open` of its questions are open ones, a share `broad` of the rest true of at least 25 cities, the others
+    of at most six. Of those whose answer is undecided the first of the alphabet is asked twice as often as
+    the second, three times as often as the third, and so on: it has habits, but never repeats itself.
     """
-    forgets = rng.random() < forget
-    left = ALL if forgets else candidates(observation)
-    if rng.random() < guess or left.bit_count() <= 2:
-        return guess_of(rng.choice(cities_in(left)))
+    if rng.random() < wise:
+        return narrowing(observation, rng, look=8, few=4, broad=25, open=False)
+    left = candidates(observation)
     topics = open_questions(left) if rng.random() < open else []
+    kinds = [narrow_questions(6), broad_questions(25)]
+    if rng.random() < broad:
+        kinds.reverse()
+    undecided = [sorted(ask for ask, yes in asks if 0 < left & yes < left) for asks in kinds]
+    asks = undecided[0] or undecided[1]
+    if rng.random() < guess or left.bit_count() <= 2 or not asks:
+        return guess_of(cities_in(left)[0])
     if topics:
         return rng.choice(topics)
-    asks = broad_questions(25) if rng.random() < broad else narrow_questions(8)
-    undecided = [(ask, yes) for ask, yes in asks if 0 < left & yes < left]
-    return rng.choice(undecided or asks)[0]
+    return rng.choices(asks, [1 / rank for rank in range(1, len(asks) + 1)])[0]
+
+
+def off_script(observation: str, rng: random.Random) -> str | None:
+    """What no player says of its own accord, of a kind drawn at random; None if there is no such thing.
+
+    Most tell nothing new: an utterance of before, a guess that a single answer has excluded, a question whose
+    answer is known or that is none. "possible" is a guess that may be right, whatever its place in the table.
+    """
+    left = candidates(observation)
+    said = [f"{ask}?" for ask, mark, _ in (line.rpartition("? ") for line in observation.split("\n")) if mark]
+    kind = rng.choice(OFF_SCRIPT)
+    if kind == "guess again":
+        said = [question for question in said if (asked := parse(question)) and asked.guess]
+    if kind in ("again", "guess again"):
+        return rng.choice(said) if said else None
+    if kind == "garbled":
+        return garble(rng.choice(tuple(QUESTIONS)), rng)
+    if kind == "possible":
+        return guess_of(rng.choice(cities_in(left)))
+    if kind == "excluded once":
+        excluded = excluded_once(observation) or ALL & ~left
+        return guess_of(rng.choice(cities_in(excluded))) if excluded else None
+    ask = rng.choice(tuple(QUESTIONS))
+    return ask if any(left & group == left for group in QUESTIONS[ask]) else None
+
+
+OFF_SCRIPT = ("possible", "guess again", "guess again", "again", "excluded once", "excluded once") * 3
+OFF_SCRIPT += ("known", "known", "garbled")
 
 
 def lesson(world: GuessMyCity, rng: random.Random) -> dict:
     """A dialogue of `demonstrations`."""
-    player, repeats = hasty, 0.0
-    if rng.random() < 0.5:
-        player = rng.choice((hasty, scripted))
-        repeats = rng.uniform(-0.2, 0.6)
+    part = rng.random()
+    good = partial(narrowing, look=rng.choice((2, 4, 8)), few=rng.randint(2, 5))
+    if part < 0.4:
+        player, mistakes = hasty, 0.0
+    elif part < 0.65:  # to guess what is possible, and no city twice
+        player, mistakes = good, rng.uniform(-0.2, 0.6)  # below 0: a quarter of these games has none
+    else:  # what follows if one does: what was said long ago, too, gets the same answer again
+        player, mistakes = rng.choice((hasty, good)), rng.uniform(0.4, 1.0)
     imitate = []
 
     def play(observation: str, rng: random.Random) -> str:
-        turns = [line.rpartition("? ") for line in observation.split("\n")[1:-1]]
-        said = [f"{question}?" for question, mark, _ in turns if mark]
-        is_again = bool(said) and rng.random() < repeats
-        imitate.append(player is hasty and not is_again)
-        return rng.choice(said) if is_again else player(observation, rng)
+        is_late = candidates(observation).bit_count() <= 10
+        share = mistakes if is_late else mistakes / 2  # most has to be known late in a dialogue
+        slip = off_script(observation, rng) if rng.random() < share else None
+        imitate.append(slip is None and (player is hasty or is_late))
+        return slip or player(observation, rng)
 
     return dialogue(world, play, rng, rng.randrange(world.num_tasks)) | {"imitate": imitate}
 
@@ -900,9 +972,14 @@ def closed_expert(observation: str, rng: random.Random | None = None) -> str:
 def best_question(left: int, questions: tuple[str, ...]) -> str:
     """The question that leaves the fewest of the set `left` on average, or a guess."""
     n = left.bit_count()
-    cost = {ask: sum((left & group).bit_count() ** 2 for group in QUESTIONS[ask]) for ask in questions}
-    ask = min(cost, key=cost.get)
-    return guess_of(cities_in(left)[0]) if n <= 2 or cost[ask] >= n * n - 2 * (n - 1) else ask
+    ask = min(questions, key=lambda ask: left_on_average(left, ask))
+    is_guess_better = left_on_average(left, ask) >= n - 2 + 2 / n
+    return guess_of(cities_in(left)[0]) if n <= 2 or is_guess_better else ask
+
+
+def left_on_average(left: int, ask: str) -> float:
+    """How many cities of the set `left` are still possible after a question, on average over these."""
+    return sum((left & group).bit_count() ** 2 for group in QUESTIONS[ask]) / left.bit_count()
 
 
 def random_player(observation: str, rng: random.Random) -> str:
