@@ -11,9 +11,9 @@ needs a reference model.
 Paper: Chen et al. 2025, arXiv:2502.01600
   E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       Eq. 3      leave_one_out
   E2  min(w A, g(A)),  g(A) = A + eps |A|                           Eq. 4      surrogate
-  E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 5, 10  ratios, --level token
-  E4  w = product of E3 over a turn                                 sec. 4.2   ratios, --level turn
-  E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   ratios, --level trajectory
+  E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 5, 10  log_ratios, --level token
+  E4  w = product of E3 over a turn                                 sec. 4.2   log_ratios, --level turn
+  E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   log_ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
@@ -22,9 +22,10 @@ Differs from the paper; the option in brackets undoes it (docs/loop_ppo.md has t
   D2  It trains on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr): late steps then undo less.
   D4  E7, too, leaves out rollouts with |A| < 0.01 (--min-advantage 0); the paper does not say what it does.
-  D5  E6 divides by the sample deviation (K - 1); the release divides E1, not R - mean R, by the one with K.
+  D5  E6 divides R - mean R, as GRPO's paper does, by the deviation with K - 1; LOOP's divides E1.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
-  D7  The paper's prompt for AppWorld has a worked example; this one has none, to keep contexts short.
+  D7  In AppWorld the paper's prompt has a worked example, and the turn limit is a failure; here the prompt
+      is short, and the limit is graded.
 """
 
 import time
@@ -71,7 +72,7 @@ class Args:
     max_difficulty: int = 3  # do not train on tasks above it (paper: 2; see D2)
     tasks: int = 16  # tasks per iteration (paper: 40)
     rollouts: int = 6  # K, rollouts per task (paper: 6)
-    worlds: int = 150  # rollouts that are played at the same time, also in evaluations; a multiple of K
+    worlds: int = 150  # rollouts that are played at the same time, also in evaluations, in whole groups
     temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
     context: int = 2048  # tokens after which a rollout is cut off, at most the model's (paper: 32,000)
@@ -111,8 +112,7 @@ class Trajectory:
     ids: list[int] = field(default_factory=list)  # prompt, turn, reply, turn ...; never tokenised again
     logps: list[float] = field(default_factory=list)  # log-probs of the sampled tokens, from the sampler
     turns: list[range] = field(default_factory=list)  # where in `ids` the sampled tokens of each turn are
-    said: list[tuple[str, str]] = field(default_factory=list)  # each action, as the world took it, and reply
-    turn_records: list[dict] = field(default_factory=list)  # a record of each turn, for rollouts.jsonl
+    turn_records: list[dict] = field(default_factory=list)  # action, reply, reward, log-prob of each turn
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it, not the turn limit or the context
@@ -151,8 +151,8 @@ def normalised(return_K) -> torch.Tensor:
     return (return_K - return_K.mean()) / (return_K.std() + 1e-6)  # E6, D5
 
 
-def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
-    """w of each sampled token [M]: that of the token, its turn or the rollout; `lengths` are the turns'."""
+def log_ratios(logp_M, old_logp_M, lengths: list[int], level: str):
+    """log w of each sampled token [M]: of the token, its turn or the rollout; `lengths` are the turns'."""
     log_w_M = logp_M - old_logp_M  # E3
     if level == "turn":
         turns = log_w_M.split(lengths)
@@ -160,7 +160,7 @@ def ratios(logp_M, old_logp_M, lengths: list[int], level: str):
         log_w_M = torch.cat(sums)
     if level == "trajectory":
         log_w_M = log_w_M.sum().expand_as(log_w_M)  # E5
-    return log_w_M.clamp(max=80).exp()  # above 88 exp is inf, and the gradient where clipped 0 * inf = nan
+    return log_w_M
 
 
 def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
@@ -239,7 +239,7 @@ class Memory:
         visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]
         output = self.model.base_model(
             input_ids=ids_RQ,
-            position_ids=column_RQ,
+            position_ids=column_RQ.clamp(max=self.model.context - 1),  # padding may be beyond the last one
             attention_mask=models.mask_of(self.model, visible),  # has four axes, so it is used as it is
             past_key_values=cache,
             use_cache=True,
@@ -292,35 +292,43 @@ def make_worlds(args: Args, split: str) -> list:
         raise ValueError(f"--env {args.env}: its text is written anew every turn, and here it must only grow")
     if hasattr(world, "split"):
         options["split"] = split
-    return [envs.make(args.env, **options) for _ in range(args.worlds)]
+    world.close()
+    number = args.worlds
+    if number > args.rollouts:
+        number -= number % args.rollouts  # so that no group is played in two parts
+    return [envs.make(args.env, **options) for _ in range(number)]
 
 
 def listen(t: Trajectory, tokenizer, args) -> None:
-    """Adds the world's answer to the rollout, waiting for it if necessary.
+    """Adds the world's reply, or its prompt, to the rollout, waiting for it if necessary.
 
-    A rollout without room for another turn ends; the cost of the turns left is added to its last turn.
+    A rollout without room for another turn ends there, and one whose world breaks is "broken".
     """
     try:
         result = t.pending.result()
+        if t.ids:
+            take_reply(t, tokenizer, *result)
+        else:
+            t.text, info = result
+            t.ids += models.encode_prompt(tokenizer, t.text)
+            t.answer = info["answer"]
+        t.pending = None
+        t.turn_start = len(t.ids)
+        if t.fate == "playing" and t.turn_start + args.max_action_tokens > args.context:
+            cut(t)
     except (envs.WorldBroken, envs.Unavailable) as error:
         t.fate = "broken"
         t.text += str(error)
-        return
-    if t.ids:  # not the first answer, which is the prompt
-        take_reply(t, tokenizer, *result)
-    else:
-        t.text, info = result
-        t.ids += models.encode_prompt(tokenizer, t.text)
-        t.answer = info["answer"]
-    t.pending = None
-    t.turn_start = len(t.ids)
-    if t.fate == "playing" and t.turn_start + args.max_action_tokens > args.context:
-        added, t.success = envs.play_out(t.world.step)
-        t.total += added
-        if t.turns:
-            t.turn_records[-1]["reward"] += added
-        t.cut = True
-        t.fate = "ended"
+
+
+def cut(t: Trajectory) -> None:
+    """Ends a rollout; what the world pays or charges for the turns left is added to its last turn."""
+    added, t.success = envs.play_out(t.world.step)
+    t.total += added
+    if t.turns:
+        t.turn_records[-1]["reward"] += added
+    t.cut = True
+    t.fate = "ended"
 
 
 def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, info) -> None:
@@ -332,7 +340,6 @@ def take_reply(t: Trajectory, tokenizer, text, reward, terminated, truncated, in
     record = {"action": action, "reply": reply, "reward": reward, "log-prob": logp}
     t.turns.append(turn)
     t.turn_records.append(record)
-    t.said.append((action, reply))
     t.text = text
     t.total += reward
 
@@ -370,15 +377,16 @@ def sample_tokens(logits_NV, u_N, greedy):
     return token_N1[:, 0], logp_N1[:, 0]
 
 
-def rollout(model, worlds, tasks, seeds, draws, args, greedy=False, may_drop=False):
+def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, may_drop=False):
     """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory for each.
 
-    `seeds` are those of the worlds, `draws` those of token sampling.
+    There is a seed of its world and one of its tokens for each.
     """
-    u_NT = models.uniform(models.streams(draws), args.context).numpy()  # a list would be eight times as large
+    u_NT = models.uniform(models.streams(token_seeds), args.context)
+    u_NT = u_NT.numpy()  # a list would be eight times as large
     n = len(worlds)
     played = []
-    for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
+    for i, (task, seed) in enumerate(zip(tasks, world_seeds, strict=True)):
         t = Trajectory(task, seed, worlds[i % n], u_T=u_NT[i])
         played.append(t)
     for i in range(0, len(played), n):
@@ -441,20 +449,20 @@ def play_together(model, played, args, greedy, may_drop) -> None:
             t.fate = "dropped"
 
 
-def probe_memory(model) -> None:
+def probe_cache(model) -> None:
     """Raises ValueError if the model's states in our cache differ from those of its own forward pass."""
     ids_BT = models.probe_ids(model)
     *ids, last = ids_BT[0].tolist()
     t = Trajectory(0, ids=ids)
 
-    def write():
+    def last_state():
         memory = Memory(model, [t, t])
         memory.keep([0])
         t.ids.append(last)
         memory.read([t])
         return memory.hidden_BH
 
-    models.compare(model, ids_BT, write, "what is written")
+    models.compare(model, ids_BT, last_state, "what is written")
 
 
 def read_prompts(model, batch) -> Memory:
@@ -467,11 +475,11 @@ def read_prompts(model, batch) -> Memory:
 
 
 def has_enough(played, finish_all, finish_each) -> bool:
-    """Whether enough rollouts have ended, of all and of each task, for the rest to be dropped."""
+    """Whether enough rollouts have ended, of all and of each group, for the rest to be dropped."""
     whole = [t for t in played if t.fate != "broken"]  # nobody waits for broken ones
-    number = Counter(t.task for t in whole)
-    ended = Counter(t.task for t in whole if t.fate == "ended")
-    of_each = all(ended[task] >= min(finish_each, number[task]) for task in number)
+    number = Counter((t.task, t.seed) for t in whole)
+    ended = Counter((t.task, t.seed) for t in whole if t.fate == "ended")
+    of_each = all(ended[group] >= min(finish_each, number[group]) for group in number)
     return of_each and ended.total() >= finish_all * len(whole)
 
 
@@ -488,7 +496,7 @@ def set_advantages(played, K, normalise: bool) -> list[Trajectory]:
         if len(group) < 2:
             continue
         returns = [t.total for t in group]
-        return_K = torch.tensor(returns, dtype=torch.float64)  # float32: the mean of equals may differ
+        return_K = torch.tensor(returns, dtype=torch.float64)  # float32: E6 of six times 0.6 is 0.06, not 0
         advantage_K = leave_one_out(return_K)
         if normalise:
             advantage_K = normalised(return_K)
@@ -565,10 +573,10 @@ def rollout_loss(t: Trajectory, logp_M, args):
     """The loss of a rollout: the mean over its tokens of -E2, plus E7 if --kl is set; and metrics, a dict."""
     advantage = torch.tensor(t.advantage)
     lengths = [len(turn) for turn in t.turns]
-    w_M = ratios(logp_M, t.old_logp_M, lengths, args.level)
+    log_w_M = log_ratios(logp_M, t.old_logp_M, lengths, args.level)
+    w_M = log_w_M.clamp(max=80).exp()  # above 88 exp is inf, and where E2 clips the gradient 0 * inf = nan
     gain_M = surrogate(w_M, advantage, args.clip, args.lower_bound)
     is_clipped_M = gain_M < w_M * advantage
-    log_w_M = w_M.clamp(min=1e-35).log()  # log 0 is -inf
     gap_M = t.old_logp_M - torch.tensor(t.logps)
     gap = models.gap_of(gap_M, args.dtype)
     models.check_gap(gap, args.dtype)
@@ -576,6 +584,7 @@ def rollout_loss(t: Trajectory, logp_M, args):
         "update/ratio": w_M.max().item(),
         "update/spread": log_w_M.square().mean().item(),  # `update` takes the root
         "update/clipped": is_clipped_M.float().mean().item(),
+        "update/log_ratio": (logp_M - t.old_logp_M).sum().item(),
         "update/sampler_gap": gap,
     }
     if args.kl:
@@ -588,11 +597,10 @@ def rollout_loss(t: Trajectory, logp_M, args):
 def step(model, optimizer, minibatch, size, args):
     """One optimiser step on a minibatch; `size` is that of a full minibatch.
 
-    Returns a dict of metrics for each rollout, and one for the step.
+    Returns a dict of metrics for each rollout, and the norm of the gradient.
     """
     optimizer.zero_grad()
     figures = []
-    log_ratios = []
     for pairs in score(model, minibatch, args):
         loss = torch.zeros(())
         for t, logp_M in pairs:
@@ -601,11 +609,9 @@ def step(model, optimizer, minibatch, size, args):
             loss_of_t, figures_of_t = rollout_loss(t, logp_M, args)
             loss = loss + loss_of_t / size
             figures.append(figures_of_t)
-            log_w_M = logp_M - t.old_logp_M
-            log_ratios.append(log_w_M.sum().item())
         loss.backward()
     norm = models.clipped_step(optimizer, model, args.max_grad_norm, "model")
-    return figures, {"update/log_ratio": fmean(log_ratios), "update/grad_norm": norm}
+    return figures, norm
 
 
 def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
@@ -621,22 +627,21 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
         for i in range(0, len(kept), size):
             minibatches.append(shuffled[i : i + size])
 
-    # Old log-probs come from `score`, not from the sampler (App. D). The first minibatch has None here: the
-    # model has not changed before its step, which therefore uses the log-probs it computes itself.
-    first = minibatches[0]
-    for t in first:
-        t.old_logp_M = None
-    read_old(model, [t for t in kept if t not in first], args)
+    # Old log-probs come from `score`, not from the sampler (App. D). The first minibatch needs none here: the
+    # model has not changed before its step, which takes the log-probs that it computes itself.
+    later = [t for t in kept if t not in minibatches[0]]
+    read_old(model, later, args)
     if args.kl:
         read_ref(ref_model, kept, args)  # D4
 
     of_rollouts = []
-    of_steps = []
+    norms = []
     for minibatch in minibatches:  # a smaller last one of an epoch weighs less
-        figures, of_step = step(model, optimizer, minibatch, size, args)
+        figures, norm = step(model, optimizer, minibatch, size, args)
         of_rollouts += figures
-        of_steps.append(of_step)
-    metrics = runs.means(of_rollouts) | runs.means(of_steps)
+        norms.append(norm)
+    metrics = runs.means(of_rollouts)
+    metrics["update/grad_norm"] = fmean(norms)
     for tag in ("update/ratio", "update/sampler_gap"):
         metrics[tag] = max(figures[tag] for figures in of_rollouts)
     metrics["update/spread"] **= 0.5
@@ -685,14 +690,15 @@ def behaviour(played, world) -> dict:
         "rollout/success": average([t.success for t in ended]),
         "rollout/truncated": average([not t.terminated for t in ended]),
         "rollout/cut": average([t.cut for t in ended]),
-        "rollout/length": average([len(t.said) for t in played]),
+        "rollout/length": average([len(t.turns) for t in played]),
         "rollout/tokens": average([len(t.logps) for t in played]),
         "rollout/entropy": average([-fmean(t.logps) for t in played if t.logps]),
         "rollout/dropped": average([t.fate == "dropped" for t in played]),
         "rollout/broken": average([t.fate == "broken" for t in played]),
     }
     if hasattr(world, "habits"):
-        habits = world.habits([t.said for t in played])
+        said = [[(turn["action"], turn["reply"]) for turn in t.turn_records] for t in played]
+        habits = world.habits(said)
         metrics |= named("habit/{}", habits)
     return metrics
 
@@ -729,7 +735,7 @@ def main(args: Args) -> dict:
     args.context = min(args.context, model.context)
     device = None if args.device == "cpu" else args.device  # the CPU is the default; setting it slows all
     torch.set_default_device(device)
-    probe_memory(model)
+    probe_cache(model)
     parameters = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW(parameters, args.lr, weight_decay=0.01)  # as in the release
 
@@ -740,15 +746,15 @@ def main(args: Args) -> dict:
         run.log(evaluate(model, args, "dev", "eval/{}"), shown)
 
     for iteration in run.iterations(args.iterations):
-        # 1. K rollouts of some tasks, those of a task from the same seed
+        # 1. K rollouts of some tasks; the worlds of a task have the same seed
         began = time.time()
         is_short = len(trained_on) < args.tasks
         task_P = run.rng.choice(trained_on, args.tasks, replace=is_short)
         seed_P = run.rng.integers(2**31, size=args.tasks)
         tasks = task_P.repeat(K).tolist()
-        seeds = seed_P.repeat(K).tolist()
-        draws = run.rng.integers(2**63, size=len(tasks))
-        played = rollout(model, worlds, tasks, seeds, draws, args, may_drop=True)
+        world_seeds = seed_P.repeat(K).tolist()
+        token_seeds = run.rng.integers(2**63, size=len(tasks))
+        played = rollout(model, worlds, tasks, world_seeds, token_seeds, args, may_drop=True)
         rolled = time.time()
 
         # 2. advantages, and some steps

@@ -220,7 +220,7 @@ def gap_of_forks(model, script, write) -> float:
 @torch.no_grad()
 def loop_gap(model) -> float:
     """Of what loop_ppo.py samples and scores: two turns with a reply between them."""
-    loop_ppo.probe_memory(model)
+    loop_ppo.probe_cache(model)
     dialogue, args = dialogue_of(model), loop_ppo.Args()
     (row,), spans, _ = archer.lay_out([dialogue], model.tokenizer)
     turns = [range(span.start, span.stop) for span in spans]

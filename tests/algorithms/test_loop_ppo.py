@@ -288,21 +288,25 @@ def test_e3_e4_e5_are_products_over_tokens_turns_and_rollouts():
         naive = [
             math.prod(math.exp(new[j] - old[j]) for j in range(6) if owner[j] == owner[i]) for i in range(6)
         ]
-        assert loop_ppo.ratios(new_M, old_M, [3, 2, 1], level).tolist() == pytest.approx(naive, rel=1e-12)
+        log_w_M = loop_ppo.log_ratios(new_M, old_M, [3, 2, 1], level)
+        assert log_w_M.exp().tolist() == pytest.approx(naive, rel=1e-12)
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "trajectory"])
 def test_a_ratio_that_overflows_has_no_gradient_that_is_no_number(level):
-    for old, gradient in ((-120.0, 0.0), (-1.0, 1.0)):
+    """exp(119) is inf in float32. Inside the clip the gradient is that of the logarithm."""
+    for old, gradient in ((-120.0, 0.0), (-1.0, -1.0)):
         logp_M = torch.tensor([-1.0], requires_grad=True)
-        w_M = loop_ppo.ratios(logp_M, torch.tensor([old]), [1], level)
-        loop_ppo.surrogate(w_M, torch.ones(1), 0.2).sum().backward()
+        t = loop_ppo.Trajectory(0, logps=[old], turns=[range(1)], advantage=1.0)
+        t.old_logp_M = torch.tensor([old])
+        loss, _ = loop_ppo.rollout_loss(t, logp_M, small(level=level))
+        loss.backward()
         assert logp_M.grad.tolist() == [gradient]
 
 
 def test_e3_e4_e5_are_the_same_where_a_rollout_is_one_token():
     new, old = torch.randn(1), torch.randn(1)
-    token, turn, trajectory = (loop_ppo.ratios(new, old, [1], x) for x in ("token", "turn", "trajectory"))
+    token, turn, trajectory = (loop_ppo.log_ratios(new, old, [1], x) for x in ("token", "turn", "trajectory"))
     assert torch.equal(token, turn) and torch.equal(token, trajectory)
 
 
@@ -353,8 +357,8 @@ def test_tokens_are_kept_as_they_were_sampled_and_only_they_are_trained(warm):
         prompt = Lookup().reset(options={"index": t.task})[0]
         place = len(prompt_ids(tokenizer, prompt))
         assert t.ids[:place] == prompt_ids(tokenizer, prompt)
-        assert t.text == prompt + "".join(action + reply for action, reply in t.said)
-        for (first, last), (action, reply) in zip([(x.start, x.stop) for x in t.turns], t.said, strict=True):
+        assert t.text == prompt + "".join(action + reply for action, reply in said(t))
+        for (first, last), (action, reply) in zip([(x.start, x.stop) for x in t.turns], said(t), strict=True):
             assert (
                 first == place
                 and tokenizer.decode(t.ids[first:last], skip_special_tokens=True).strip() == action
@@ -457,6 +461,23 @@ def test_a_world_that_breaks_leaves_its_group(warm):
     assert all(t.advantage is None for t in played[3:])
 
 
+def test_a_world_that_breaks_while_it_is_played_out_leaves_its_group(warm):
+    """The context has no room for a second turn, and the world breaks at the first empty action."""
+
+    class Breaking(Lookup):
+        def step(self, action):
+            if not action:
+                raise envs.WorldBroken("no answer")
+            return super().step(action)
+
+    room = len(prompt_ids(warm.tokenizer, Lookup().reset(options={"index": 0})[0])) + 4
+    args = small(context=room, max_action_tokens=4)
+    whole = play(warm, args, tasks=[0] * 6)
+    assert any(t.cut for t in whole)
+    played = play(warm, args, tasks=[0] * 6, worlds=[Breaking() for _ in range(6)])
+    assert [t.fate for t in played] == ["broken" if t.cut else "ended" for t in whole]
+
+
 def test_stragglers_are_dropped_when_enough_have_ended(warm):
     args, tasks = small(finish_all=0.1, finish_each=0), [i // 4 for i in range(24)]
     played = play(warm, args, tasks=tasks, may_drop=True)
@@ -481,6 +502,52 @@ def test_enough_is_so_many_of_all_and_of_each_task_and_nobody_waits_for_the_brok
     broken = {12, 13, 14, 15}
     assert not has_enough(of_each, args, broken), "the two that are whole play on"
     assert has_enough(of_each | {16, 17}, args, broken)
+
+
+def test_two_groups_of_one_task_must_each_have_enough():
+    """They have seeds of their own, and baselines of their own."""
+    fates = ["ended"] * 6 + ["playing"] * 6
+    played = [loop_ppo.Trajectory(0, seed=i // 6, fate=fate) for i, fate in enumerate(fates)]
+    assert not loop_ppo.has_enough(played, 0.5, 4)
+    for t in played[6:10]:
+        t.fate = "ended"
+    assert loop_ppo.has_enough(played, 0.5, 4)
+
+
+def test_worlds_are_made_for_whole_groups_and_the_one_that_is_only_asked_is_closed(monkeypatch):
+    made, closed = [], []
+
+    class Counted(Lookup):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setattr(envs, "make", lambda id, **options: Counted())
+    for worlds, number in ((10, 8), (8, 8), (3, 3)):
+        made.clear()
+        closed.clear()
+        assert loop_ppo.make_worlds(small(worlds=worlds, rollouts=4), "train") == made[1:]
+        assert len(made) - 1 == number and closed == made[:1]
+
+
+def test_padding_may_be_beyond_the_last_position_of_a_model(base):
+    """A long row beside one with a long reply: GPT-2's table of positions has no more than its context."""
+    config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.context = 64
+    ids = torch.randint(50, (67,)).tolist()
+    long, short = loop_ppo.Trajectory(0, ids=ids[:45]), loop_ppo.Trajectory(1, ids=ids[45:48])
+    with torch.no_grad():
+        memory = loop_ppo.Memory(model, [long, short])
+        long.ids = ids[:47]
+        short.ids = ids[45:67]
+        memory.read([long, short])
+        for b, t in enumerate((long, short)):
+            plain_1TH = model.transformer(torch.tensor([t.ids])).last_hidden_state
+            assert torch.allclose(memory.hidden_BH[b], plain_1TH[0, -1], atol=1e-5)
 
 
 def test_broken_worlds_are_not_among_those_that_are_waited_for(warm):
@@ -564,7 +631,14 @@ def test_one_rollout_of_a_task_is_refused_before_anything_is_played(tmp_path, mo
 # ------------------------------------------------------------------------------------- the updates
 
 
+def said(t) -> list[tuple[str, str]]:
+    """Action and reply of each turn."""
+    return [(turn["action"], turn["reply"]) for turn in t.turn_records]
+
+
 def weights_after(model, judged, args):
+    for t in judged:  # an earlier call may have left some
+        t.old_logp_M = None
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     metrics = loop_ppo.update(model, optimizer, judged, args, np.random.default_rng(0))
@@ -632,7 +706,7 @@ def test_the_spread_is_that_of_the_ratios_of_the_level(warm, monkeypatch, level)
     def step(model, optimizer, minibatch, size, args):  # each token is 0.01 likelier than it was
         for t in minibatch:
             t.old_logp_M = torch.tensor(t.logps)
-        return [loop_ppo.rollout_loss(t, t.old_logp_M + 0.01, args)[1] for t in minibatch], {}
+        return [loop_ppo.rollout_loss(t, t.old_logp_M + 0.01, args)[1] for t in minibatch], 1.0
 
     monkeypatch.setattr(loop_ppo, "step", step)
     metrics = loop_ppo.update(warm, None, played, args, np.random.default_rng(0))
@@ -897,7 +971,7 @@ def test_the_rollouts_of_a_task_share_its_seed_and_its_difficulty_is_allowed(tmp
     difficulties, trained = Lookup().difficulties, []
     for given, played in rollouts:
         if given["may_drop"]:
-            tasks, seeds = given["tasks"], given["seeds"]
+            tasks, seeds = given["tasks"], given["world_seeds"]
             groups = [list(zip(tasks, seeds, strict=True))[i : i + 4] for i in range(0, 20, 4)]
             assert len(groups) == 5 and all(len(set(group)) == 1 for group in groups)
             assert len(set(seeds)) == 5 and [t.task for t in played] == tasks
@@ -957,7 +1031,7 @@ def test_a_prompt_is_read_once_and_nothing_is_read_again(warm):
     played = play(warm, small(), tasks=[i // 6 for i in range(24)])
     hook.remove()
     prompt = max(t.turns[0].start for t in played)
-    reply = max(len(reply_ids(warm.tokenizer, text)) for t in played for _, text in t.said)
+    reply = max(len(reply_ids(warm.tokenizer, text)) for t in played for _, text in said(t))
     different = {Lookup().reset(options={"index": task})[0] for task in range(4)}
     assert shapes[0] == (len(different), prompt)
     assert max(tokens for _, tokens in shapes[1:]) <= reply + 2, (
@@ -1075,8 +1149,9 @@ def test_worlds_step_side_by_side(warm):
 
 def test_the_habits_are_counted():
     def rollout_of(*said, terminated=True):
-        t = loop_ppo.Trajectory(0, said=list(said), total=0.5, terminated=terminated, fate="ended")
-        return replace(t, logps=[-1.0] * 3)
+        turns = [{"action": action, "reply": reply} for action, reply in said]
+        t = loop_ppo.Trajectory(0, turn_records=turns, turns=[range(1)] * len(turns), logps=[-1.0] * 3)
+        return replace(t, total=0.5, terminated=terminated, fate="ended")
 
     done = "apis.supervisor.complete_task()"
     nothing = rollout_of((done, "ok"))
@@ -1107,9 +1182,8 @@ def test_what_was_played_is_written_down_turn_by_turn(tmp_path, skilled, monkeyp
     for row in rows:
         t, turns = of_text[row["text"]], row["turns"]
         assert row["text"].endswith("".join(turn["action"] + turn["reply"] for turn in turns))
-        assert sum(turn["reward"] for turn in turns) == pytest.approx(row["return"]) and len(turns) == len(
-            t.said
-        )
+        assert sum(turn["reward"] for turn in turns) == pytest.approx(row["return"])
+        assert len(turns) == len(t.turns)
         first = len(t.turns[0])
         assert turns[0]["log-prob"] == pytest.approx(sum(t.logps[:first]) / first)
         assert turns[-1]["log-prob"] == pytest.approx(np.mean(t.logps[-len(t.turns[-1]) :]))
@@ -1141,7 +1215,7 @@ def test_a_chat_template_frames_prompts_and_replies(base):
     for t in played:
         prompt, _ = Lookup().reset(options={"index": t.task})
         expected = tokenizer(f"<<[user]{prompt}.[assistant]")["input_ids"]
-        for turn, (_, reply) in zip(t.turns, t.said, strict=True):
+        for turn, (_, reply) in zip(t.turns, said(t), strict=True):
             expected += [t.ids[c] for c in turn]
             expected += [0] if expected[-1] else []  # the end of a turn that was cut
             expected += tokenizer(f"[user]{reply}.[assistant]")["input_ids"]
@@ -1274,10 +1348,10 @@ def test_rollouts_have_seeds_of_their_own_and_evaluations_always_the_same(tmp_pa
     """Rollouts of a task share the world's seed, but not that of what they sample."""
     rollouts = watch(monkeypatch, "rollout")
     run_of(tmp_path, model=base, iterations=2)
-    ours = [[int(draw) for draw in given["draws"]] for given, _ in rollouts if given["may_drop"]]
+    ours = [[int(draw) for draw in given["token_seeds"]] for given, _ in rollouts if given["may_drop"]]
     assert len({draw for draws in ours for draw in draws}) == len(ours[0]) * len(ours)
     theirs = [given for given, _ in rollouts if not given["may_drop"]]
-    assert theirs and all(given["draws"] == given["seeds"] == given["tasks"] for given in theirs)
+    assert theirs and all(given["token_seeds"] == given["world_seeds"] == given["tasks"] for given in theirs)
 
 
 def test_a_run_on_the_cpu_is_there_whatever_was_the_default_device(tmp_path, base, monkeypatch):
@@ -1416,7 +1490,7 @@ def test_a_real_model_is_trained_in_its_chat_template(tmp_path, smollm, monkeypa
         assert max(abs(a - b) for a, b in zip(t.logps, plain, strict=True)) < 1e-4
         prompt, _ = Chatter().reset(options={"index": t.task})
         chat = [{"role": "user", "content": prompt}]
-        for turn, (_, reply) in zip(t.turns, t.said, strict=True):
+        for turn, (_, reply) in zip(t.turns, said(t), strict=True):
             said = tokenizer.decode(t.ids[turn.start : turn.stop]).removesuffix(tokenizer.eos_token)
             chat += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
         expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
