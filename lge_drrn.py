@@ -2,6 +2,7 @@
 
     python lge_drrn.py                  # in the school, a small world of our own: a minute on one core
     python lge_drrn.py --guide none     # plain DRRN
+    python guide_simcse.py --env scienceworld                  # the guide, once
     python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes; test score 55, 62, 47
     python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 
@@ -9,10 +10,10 @@ The explorer is a Q function of a state (task and observation, room, inventory) 
 The guide, from guide_simcse.py, knows only the task: of hundreds of valid actions it keeps the nearest 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
-  E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b)     sec. 3.1.1        DRRN.q
-  E2  y = r + gamma * max_a' Q(s',a'), 0 behind an end (unsaid in Alg. 1) Alg. 1, A.1.3     q_target
+  E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b) + c sec. 3.1.1        DRRN
+  E2  y = r + gamma * max_a' Q(s',a'); after success or failure y = r     Alg. 1, A.1.3     q_target
   E3  Huber loss of Q(s,a) - y, mean of a batch; Alg. 1 sums              Alg. 1, A.1.3     learn
-  E4  pi(a|s) ~ exp Q(s,a) / temperature; argmax in evaluation            Alg. 1, 3.1.1     sample
+  E4  pi(a|s) ~ exp Q(s,a) / temperature; argmax in evaluation            Alg. 1, 3.1.1     sample_action
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D1  Targets and actions come from a copy of the network, renewed every 50 updates (--copy-every 1): a text
@@ -23,8 +24,8 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
       does in every episode.
   D5  Byte pairs, which may span words, trained on the world's own text; the authors provide 8,000 unigrams.
   D6  Navigation is never pruned (--prune-navigation), as in the authors' runs; the paper does not say so.
-  D7  The learning rate decays from ten times the paper's to the paper's (--lr 1e-4), as the steps are only a
-      fortieth of the paper's.
+  D7  The learning rate decays from ten times the paper's to the paper's (--lr 1e-4), as the steps are a
+      fortieth of the paper's or fewer.
   D8  The value of a next state is at most the points still to be won there (--no-bound-targets).
   D9  The Huber loss is quadratic up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
   D10 The state has the task, as in the authors' code: all variations of a task share one network.
@@ -75,9 +76,9 @@ class Args:
     env: str = "school"  # or scienceworld, which needs Java
     task: str = "find-living-thing"  # by name or by the paper's number, such as T12
     seed: int = 1  # seed of everything random in the run; 0 or more
-    steps: int = 0  # per world; 0, here and below: the default in SETTINGS (paper: 100,000)
+    steps: int = -1  # per world; -1: the world's default in SETTINGS (paper: 100,000)
     worlds: int = 8  # worlds played in parallel (paper: 8, A.1.3)
-    step_limit: int = 0  # actions after which an episode is truncated (paper: 100)
+    step_limit: int = -1  # actions after which an episode is truncated; -1: as of steps (paper: 100)
     simplifications: Literal["", "easy"] = "easy"  # those of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is created
     name: str = ""  # label of the run, a part of its folder's name
@@ -89,8 +90,8 @@ class Args:
     # --- model
     guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or the one supplied; none: plain DRRN
     explorer: Literal["drrn", "random"] = "drrn"  # random: uniform over the actions that the guide keeps
-    hidden: int = 0  # size of embeddings and GRUs (paper: 128)
-    vocabulary: int = 0  # size of the byte-pair vocabulary (D5)
+    hidden: int = -1  # size of embeddings and GRUs; -1: as of steps (paper: 128)
+    vocabulary: int = -1  # size of the byte-pair vocabulary (D5); -1: as of steps
     vocabulary_steps: int = 50  # random steps of each world that yield the text to train the vocabulary on
 
     # --- data
@@ -109,8 +110,8 @@ class Args:
     lr_end: float = 1e-4  # final learning rate; the decay is linear (D7)
     huber_delta: float = 100.0  # error in points above which E3 is linear (D9; paper: 1)
     bound_targets: bool = True  # bound values by the points still to be won (D8)
-    gamma: float = 0.0  # discount (authors' default: 0.9)
-    temperature: float = 0.0  # temperature of E4, in points (paper: 1)
+    gamma: float = -1.0  # discount; -1: as of steps (authors' default: 0.9)
+    temperature: float = -1.0  # temperature of E4, in points; -1: as of steps (paper: 1)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates between renewals of the copy (D1)
 
@@ -141,6 +142,9 @@ class Texts:
             ids = self.tokenizer.encode(text + "\n").ids  # the newline: even an empty text has a token
             self.tokens.append(torch.tensor(ids))
         return self.numbers[text]
+
+    def __getitem__(self, number):
+        return self.texts[number]
 
     def state_dict(self):
         return {"tokenizer": self.tokenizer.to_str(), "texts": self.texts}
@@ -188,6 +192,8 @@ class Ring:
         self.pushed = 0  # in total
 
     def push(self, transition):
+        if not self.capacity:
+            return
         if self.pushed < self.capacity:
             self.rows.append(transition)
         else:
@@ -253,7 +259,7 @@ def pad(rows, value=0):
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes: N transitions, states or texts, A actions of a state, B texts at once, T tokens, H hidden.
 def q_target(reward_N, next_q_N, terminated_N, left_N, gamma):
-    """E2: r + gamma * max_a' Q(s',a') [N]; 0 behind a terminal step, and at most the points left (D8).
+    """E2: r + gamma * max_a' Q(s',a') [N]; the maximum is 0 after an end, and at most the points left (D8).
 
     >>> reward, terminated, left = torch.tensor([[0.0, 8, 17], [0, 0, 1], [50, 4, 9]])
     >>> q_target(reward, torch.tensor(10.0), terminated, left, 0.5).tolist()
@@ -263,13 +269,15 @@ def q_target(reward_N, next_q_N, terminated_N, left_N, gamma):
     return reward_N + gamma * (1 - terminated_N) * bounded_N  # E2
 
 
-def sample(q_A, u):
-    """E4: the first action at which the cumulative probability of softmax(Q) exceeds `u`, uniform in [0, 1).
+def sample_action(q_A, temperature, u):
+    """E4: the first action at which the total of softmax(Q / temperature) exceeds `u`, uniform in [0, 1).
 
-    >>> sample(torch.tensor([0.0, 0.0, -1e9]), 0.4), sample(torch.tensor([0.0, 0.0, -1e9]), 0.6)
+    >>> q_A = torch.tensor([9.0, 0.0])
+    >>> sample_action(q_A, 1.0, 0.6), sample_action(q_A, 99.0, 0.6)
     (0, 1)
     """
-    total_A = q_A.double().softmax(0).cumsum(0)  # E4
+    p_A = (q_A / temperature).double().softmax(0)  # E4
+    total_A = p_A.cumsum(0)
     place = int((total_A <= u).sum())
     return min(place, len(q_A) - 1)  # the last total may be rounded below 1
 
@@ -281,9 +289,9 @@ def prune(cosine_A, is_kept_A, k):
     [0, 1, 2]
     """
     nearest = np.argsort(-cosine_A, kind="stable")[:k]  # E5
-    is_left_A = is_kept_A.copy()
-    is_left_A[nearest] = True
-    return np.flatnonzero(is_left_A)
+    is_chosen_A = is_kept_A.copy()
+    is_chosen_A[nearest] = True
+    return np.flatnonzero(is_chosen_A)
 
 
 # ---------------------------------------------------------- 4. models
@@ -432,6 +440,7 @@ class Guide:
         self.texts = texts
         self.table = None  # of the texts' vectors, if there is a guide
         if args.guide == "none":
+            print("guide: none, so this is plain DRRN")
             return
         encoder = load_encoder(args.guide, args)
         pooling = getattr(encoder.config, "pooling", None)
@@ -442,7 +451,7 @@ class Guide:
         encoder.requires_grad_(False)
 
         def vectors(numbers):
-            return embed(encoder, [texts.texts[i] for i in numbers]).cpu()
+            return embed(encoder, [texts[i] for i in numbers]).cpu()
 
         self.table = Table(vectors)
 
@@ -456,7 +465,7 @@ class Guide:
         if not self.table:
             return view.valid
         navigation = () if self.args.prune_navigation else ("go to ", "teleport to ")  # D6
-        is_kept_A = np.array([self.texts.texts[i].startswith(navigation) for i in view.valid])
+        is_kept_A = np.array([self.texts[i].startswith(navigation) for i in view.valid])
         return view.valid[prune(self.cosines(view), is_kept_A, self.args.top_k)]
 
     def cosines(self, view):
@@ -475,7 +484,7 @@ class Guide:
 def make_vocabulary(texts, size):
     """Byte-pair tokenizer trained on these texts; it has all bytes, so that it can encode any text."""
     tokenizer = Tokenizer(BPE())
-    lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line
+    lines = pre_tokenizers.Split(Regex(r"[^\n?]*[?\n]"), "isolated")  # D5: pairs within a line or question
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, to_bytes])
     trainer = trainers.BpeTrainer(
@@ -497,24 +506,23 @@ class Choice(NamedTuple):
     q_A: torch.Tensor  # Q of all actions that it could choose from
 
 
-def choose(
-    explorer,
-    guide,
-    views,
-    epsilon,
-    rng,
-    is_greedy=False,
-):
+def choose(explorer, guide, views, epsilon, rng, is_greedy=False):
     """A Choice for each view: among what the guide keeps or, with probability epsilon, all valid actions.
 
     `explorer` is a Copy, or anything with the same method `q`.
     """
-    candidates = [view.valid if rng.random() < epsilon else guide.pruned(view) for view in views]  # E5
+    candidates = []
+    for view in views:
+        is_free = rng.random() < epsilon
+        actions = view.valid if is_free else guide.pruned(view)  # E5
+        candidates.append(actions)
     state_N3 = np.array([view.state for view in views])
     q = explorer.q(state_N3, candidates)
     choices = []
     for view, actions, q_A in zip(views, candidates, q, strict=True):
-        place = int(q_A.argmax()) if is_greedy else sample(q_A / guide.args.temperature, rng.random())  # E4
+        place = int(q_A.argmax())
+        if not is_greedy:
+            place = sample_action(q_A, guide.args.temperature, rng.random())  # E4
         choices.append(Choice(view, int(actions[place]), q_A))
     return choices
 
@@ -555,15 +563,7 @@ def remember(choices, results, replay_buffer, guide, args):
     return views, logs
 
 
-def play_out(
-    explorer,
-    guide,
-    worlds,
-    infos,
-    epsilon,
-    rng,
-    is_greedy,
-):
+def play_out(explorer, guide, worlds, infos, epsilon, rng, is_greedy):
     """Plays an episode in each world from `infos`; returns those that ended without a Java process dying."""
     played = []
     episodes = [{"variation": info["answer"], "turns": []} for info in infos]
@@ -571,8 +571,8 @@ def play_out(
     while shown:
         views = [to_view(info, guide.texts) for info in shown.values()]
         choices = choose(explorer, guide, views, epsilon, rng, is_greedy)
-        texts = [guide.texts.texts[choice.action] for choice in choices]
-        actions = dict(zip(shown, texts, strict=True))
+        words = [guide.texts[choice.action] for choice in choices]
+        actions = dict(zip(shown, words, strict=True))
         results = worlds.step(actions)
         for i, choice, (result, info) in zip(actions, choices, results, strict=True):
             _, reward, terminated, truncated, _ = result
@@ -636,21 +636,17 @@ def score_metrics(prefix, score):
     }
 
 
-def greedy_play(
-    explorer,
-    guide,
-    worlds,
-    epsilon,
-    args,
-    step,
-):
-    """Greedy episodes on dev and test: metrics, and the first two episodes of each; `step` is the seed."""
+def greedy_play(explorer, guide, worlds, epsilon, args, step):
+    """Episodes on dev and test, greedy unless the explorer is random: metrics, and the first two of each.
+
+    `step` is the seed.
+    """
     metrics, transcripts = {}, []
     is_greedy = args.explorer == "drrn"
     for split, number in (("dev", args.dev_episodes), ("test", args.eval_episodes)):
         rng = np.random.default_rng(step)
-        tasks = WORLDS[args.env].variations(args.task, split)
-        indices = rng.integers(len(tasks), size=number)
+        variations = WORLDS[args.env].variations(args.task, split)
+        indices = rng.integers(len(variations), size=number)
         if not is_greedy:
             rng = np.random.default_rng((args.seed, step))  # otherwise all seeds would play the same
         played = []
@@ -678,8 +674,9 @@ def complete(args):
     names = {f"T{n}": task for n, task in enumerate(scienceworld.TASKS)}  # by the paper's numbers
     task = names.get(args.task, args.task)
     guide = models.guide_of(args.env, args.runs) if args.guide == "auto" else args.guide
-    settings = {name: getattr(args, name) or value for name, value in SETTINGS[args.env].items()}
-    return replace(args, task=task, guide=guide, **settings)
+    settings = SETTINGS[args.env]
+    given = {name: getattr(args, name) for name in settings if getattr(args, name) >= 0}
+    return replace(args, task=task, guide=guide, **(settings | given))
 
 
 def start_worlds(args):
@@ -696,12 +693,12 @@ def main(args: Args) -> dict[str, float]:
     """Steps all worlds, updates the network meanwhile, evaluates; returns what it writes to summary.json."""
     args = complete(args)
     run = runs.Run(args, "lge_drrn")
-    num_tasks = len(WORLDS[args.env].variations(args.task, "train"))
+    num_variations = len(WORLDS[args.env].variations(args.task, "train"))
 
     # --- vocabulary, guide, network
     worlds = start_worlds(args)
-    words = worlds.texts(args.vocabulary_steps, run.rng)
-    texts = Texts(make_vocabulary(words, args.vocabulary))  # D5
+    samples = worlds.texts(args.vocabulary_steps, run.rng)
+    texts = Texts(make_vocabulary(samples, args.vocabulary))  # D5
     guide = Guide(args, texts)
     torch.manual_seed(args.seed)  # after the guide, as loading it draws numbers, too
     network = DRRN(texts.tokenizer.get_vocab_size(), args.hidden).to(args.device)
@@ -717,17 +714,17 @@ def main(args: Args) -> dict[str, float]:
     logs = []
     logged, began = run.iteration, time.time()
     for step in run.iterations(args.steps):
-        # 1. the worlds take a step, in threads
+        # 1. the worlds take a step; those of ScienceWorld in threads, while the network learns
         if not views:  # at the start and after a checkpoint: all begin new episodes
-            indices = run.rng.integers(num_tasks, size=args.worlds)
+            indices = run.rng.integers(num_variations, size=args.worlds)
             views = [to_view(info, texts) for info in worlds.reset("train", indices)]
         epsilon = step / args.steps if args.epsilon_schedule == "increasing" else args.epsilon
         choices = choose(explorer, guide, views, epsilon, run.rng)
-        actions = {i: texts.texts[choice.action] for i, choice in enumerate(choices)}
-        indices = run.rng.integers(num_tasks, size=args.worlds)  # of the worlds whose episodes end
+        actions = {i: texts[choice.action] for i, choice in enumerate(choices)}
+        indices = run.rng.integers(num_variations, size=args.worlds)  # of the worlds whose episodes end
         results = worlds.step(actions, indices)
 
-        # 2. meanwhile the network learns from the memory
+        # 2. the network learns from the memory
         optimizer.param_groups[0]["lr"] = args.lr + (args.lr_end - args.lr) * step / args.steps  # D7
         if is_learning and len(replay_buffer) >= args.batch:
             batch = replay_buffer.sample(args.batch, run.rng)
@@ -749,7 +746,7 @@ def main(args: Args) -> dict[str, float]:
         if not (is_evaluated or run.stopped or run.is_due(args.log_every)):
             continue
         metrics = runs.means(logs)
-        curve = runs.means([*run.metrics, metrics])  # each line covers as many steps
+        curve = runs.means([*run.metrics, metrics])  # lines cover as many steps, if --log-every divides all
         metrics["rollout/area"] = curve.get("rollout/score", 0)
         metrics["rollout/first_success"] = run.state["first_success"]
         metrics["memory/priority"] = len(replay_buffer.priority.rows)

@@ -7,7 +7,7 @@
 
 Paper: Zhou et al. 2024 (ArCHer), arXiv:2402.19446
   E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.7   imitation_loss
-Differs from the paper; the option is in brackets (docs/sft.md has the reasons):
+Differs from the paper; the option in brackets undoes D1 and D3, and switches on the others (docs/sft.md):
   D1  A tiny Llama from scratch (--model gpt2); in its vocabulary a word, or even a whole line, is one token.
   D2  Optional data augmentation: drills on repeated tokens (--drills N) teach it to copy, exchanged words
       (--exchanged SHARE) to read, dialogues about imaginary things (--imaginary SHARE) to look back.
@@ -99,11 +99,11 @@ def read(world, args: Args, epoch: int) -> list[dict]:
     else:
         seed = args.seed + args.fresh * epoch
         dialogues = world.demonstrations(args.demonstrations, seed)
+    if not 0 < args.keep <= 1:
+        raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
     if args.keep < 1:  # D5
         dialogues.sort(key=lambda dialogue: -sum(dialogue["rewards"]))
     n = round(args.keep * len(dialogues))
-    if not 0 < args.keep <= 1:
-        raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
     if n < 1:
         raise ValueError(f"--keep {args.keep} of {len(dialogues)} dialogues: there is nothing to learn")
     return dialogues[:n]
@@ -178,7 +178,7 @@ def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
     rows = []
     for period in rng.integers(8, 40, n):
         ids = rng.choice(tokens, period)[place % period]
-        kinds = np.where(place > period, ACTION, CONTEXT)
+        kinds = np.where(place > period, ACTION, CONTEXT)  # nothing tells that the first repetition begins
         rows.append(as_row(ids, kinds))
     return rows
 
@@ -220,7 +220,8 @@ def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
     copied = np.intersect1d(copied, words)
     old = copied[rng.random(len(copied)) < 0.3]
     unused = np.setdiff1d(words, ids)
-    largest = max(ids.max(), words.max())
+    old = old[: len(unused)]
+    largest = max(ids.max(), words.max(initial=0))
     new_id = np.arange(largest + 1)
     new_id[old] = rng.permutation(unused)[: len(old)]
     return as_row(new_id[ids], kinds)
@@ -232,8 +233,8 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
     There are fewer imaginary dialogues from epoch to epoch, as what they say of things is false.
     """
     if epoch == 0:
-        words = np.arange(257, len(tokenizer))  # without the bytes
-        tokens = np.setdiff1d(words, tokenizer.all_special_ids)
+        ids = np.arange(257, len(tokenizer))  # behind the end token and the 256 bytes
+        tokens = np.setdiff1d(ids, tokenizer.all_special_ids)
         return drills(tokens, args.drills, rng)
     epochs_left = args.epochs + 1 - epoch
     n = round(args.imaginary * len(dialogues) * epochs_left / args.epochs)
@@ -395,10 +396,12 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 # ---------------------------------------------------------- 6. updates
 def make_optimizers(model, kind: str, lr: float) -> list:
     """AdamW; or, D6, Muon for the matrices between embedding and output and AdamW for the rest."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {id(module.weight) for module in embeddings}  # GPT-2 has two, and calls them wte and wpe
     matrices = []
     rest = []
     for name, parameter in model.named_parameters():
-        is_inside = name.startswith(model.base_model_prefix) and "embed" not in name
+        is_inside = name.startswith(model.base_model_prefix) and id(parameter) not in embedded
         is_matrix = is_inside and parameter.ndim == 2
         if kind == "muon" and is_matrix:
             matrices.append(parameter)

@@ -61,7 +61,7 @@ class Args:
 
     # --- algorithm
     candidates: int = 5  # utterances sampled from the actor, among which the critic chooses (paper: 5)
-    critic_lr: float = 3e-4  # Adam's learning rate (paper: 6e-4; D5)
+    critic_lr: float = 3e-4  # Adam's (authors: 2e-5 for RoBERTa; Table 3: times 32; D5)
     critic_updates: int = 40  # per iteration, each followed by a Polyak step of the target (paper: 50; D5)
     critic_batch: int = 32  # dialogues per update of the critic (paper: a batch of 256)
     critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates (D6)
@@ -249,7 +249,7 @@ def mlp(inputs, width, value):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that critic and world receive: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -334,14 +334,7 @@ def best_utterances(actor, critic, rows, spans, args, streams):
     return [texts[n * K + choice] for n, choice in enumerate(choices)]
 
 
-def rollout(
-    actor,
-    critic,
-    worlds,
-    args,
-    rng=None,
-    indices=None,
-):
+def rollout(actor, critic, worlds, args, rng=None, indices=None):
     """Plays all worlds to their end by E3, in lockstep; returns the dialogues with at least one action.
 
     `rng` draws the worlds' seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's
@@ -376,17 +369,6 @@ def rollout(
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
-
-
 def with_best(dialogues, actor, critic, args, rng):
     """Adds to the dialogues an utterance of pi in each state, as text: the a ~ pi of E2 (D6)."""
     result = []
@@ -415,7 +397,10 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
     q_target_N2 = td_target(reward_N, next_v_N2, args.gamma)
     q_loss = nn.functional.mse_loss(q_N2, q_target_N2)  # E1
     v_loss = nn.functional.mse_loss(v_N2, best_q_N2)  # E2
-    norm = descend(q_loss + v_loss, optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    loss = q_loss + v_loss
+    optimizer.zero_grad()
+    loss.backward()
+    norm = models.clipped_step(optimizer, critic, args.max_grad_norm, "critic")
     for slow, fast in zip(target_critic.parameters(), critic.parameters(), strict=True):
         slow.data.lerp_(fast.data, args.polyak)
 
@@ -431,10 +416,13 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 def evaluate(actor, critic, args):
     """Metrics of about `eval_episodes` dialogues played by E3, in whole passes over the tasks.
 
-    The seeds are always the same, so that evaluations are comparable.
+    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
+    evaluations are comparable.
     """
     options = envs.options(args.world)
-    num_tasks = envs.make(args.env, **options).num_tasks
+    world = envs.make(args.env, **options)
+    world.close()
+    num_tasks = world.num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     passes = max(1, round(args.eval_episodes / num_tasks))
     tasks = passes * tasks
@@ -502,6 +490,7 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics, "return|repeated|explained", samples)
         if is_due or run.stopped:
             run.save({"actor": actor, "critic": critic.body})
+    worlds.close()
     return run.finish()
 
 

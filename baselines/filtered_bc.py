@@ -1,7 +1,7 @@
 """Filtered behaviour cloning, online: the actor imitates the best of its own dialogues, and plays again.
 
     python -m baselines.filtered_bc --env twenty-questions-subset
-    python -m baselines.filtered_bc --rollouts 32 --buffer-size 10000 --actor FOLDER
+    python -m baselines.filtered_bc --rollouts 32 --actor-lr 1e-5 --no-anneal-lr --actor FOLDER
     python -m baselines.filtered_bc --resume runs/...
 
 There is no critic: a dialogue is as good as its return, and of a good one every utterance is imitated.
@@ -12,7 +12,7 @@ Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
 Differs from the paper; the option in brackets undoes it:
   D1  Ties are broken in favour of the newest dialogues, so that exactly a tenth is kept. The authors' code
       keeps every dialogue that reaches the threshold return: where many tie, the filter passes them all.
-  D2  Learning rate and batches are tuned for a tiny model (second command; a batch there is 256 utterances).
+  D2  Learning rate and batches suit a tiny model (second command); the paper's batch is of 256 utterances.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr).
   D4  The filter takes dialogues from a buffer, as the paper says and of the size in its Table 3; in the
       authors' code it takes them from all that were ever played (--buffer-size 100000000).
@@ -56,7 +56,7 @@ class Args:
 
     # --- algorithm
     keep: float = 0.1  # share of the buffer's dialogues that is imitated, best first (paper: 0.1)
-    actor_lr: float = 3e-4  # Adam's learning rate (paper: 3e-5 in Twenty Questions, 3e-4 elsewhere; D2)
+    actor_lr: float = 3e-4  # Adam's (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D2)
     anneal_lr: bool = True  # the learning rate decays linearly towards zero (D3)
     actor_updates: int = 10  # per iteration (paper: 10)
     actor_batch: int = 32  # dialogues per update (paper: a batch of 256; D2)
@@ -176,7 +176,7 @@ def score_actions(actor, dialogues, temperature, dtype):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that critic and world receive: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -250,18 +250,18 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
     places = []  # where the N states are among the P places of the flattened [B, S]
-    for b, own in enumerate(starts):
-        places += range(b * S, b * S + len(own))
+    for b, row_starts in enumerate(starts):
+        places += range(b * S, b * S + len(row_starts))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
-    T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # uniform random numbers
-    u_PT[places] = models.uniform(streams, T)
-    u_PT = u_PT.to(actor.device)
-    for step in range(T):
+    L = args.max_action_tokens
+    u_PL = torch.zeros(B * S, L)  # uniform random numbers
+    u_PL[places] = models.uniform(streams, L)
+    u_PL = u_PL.to(actor.device)
+    for step in range(L):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:
@@ -292,6 +292,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
     # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
+    # Only where a token is a whole sentence (sft.py --phrases) can it be more, and a row outgrow the context.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))
@@ -306,8 +307,8 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         if not rows:
             break
         starts = [[len(row)] for row in rows.values()]
-        own = [streams[i] for i in rows]
-        utterances, logps = generate(memory, rows, starts, args, own, greedy)
+        streams_of_rows = [streams[i] for i in rows]
+        utterances, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         nll += [-logp for logp in logps]
@@ -315,23 +316,14 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
-
-
 def actor_update(actor, optimizer, dialogues, args):
     """One step on E1."""
     logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
     num_actions = len(flat(dialogues, "actions"))
     loss = cloning_loss(logp_M, num_actions)  # E1
-    norm = descend(loss, optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    optimizer.zero_grad()
+    loss.backward()
+    norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
     entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
     return {
         "actor/loss": loss.item(),
@@ -344,10 +336,13 @@ def actor_update(actor, optimizer, dialogues, args):
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
+    evaluations are comparable.
     """
     options = envs.options(args.world)
-    num_tasks = envs.make(args.env, **options).num_tasks
+    world = envs.make(args.env, **options)
+    world.close()
+    num_tasks = world.num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
@@ -416,6 +411,7 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics, "return|repeated|actor/loss", samples)
         if is_due or run.stopped:
             run.save({"actor": actor})
+    worlds.close()
     return run.finish()
 
 

@@ -18,7 +18,7 @@ Differs from the second paper, or from the code that it used (LMRL-Gym's); the o
   D2  Learning rates, batches and epochs are tuned for a tiny model; Table 3 has others (second command).
   D3  The value network is a separate model; there it is a head on the actor, and its steps are clipped.
   D4  It starts at the mean discounted return of the first dialogues instead of zero.
-  D5  No KL penalty (--kl 0.05: archer.py's); there 0.001 log pi / pi_start is subtracted from the rewards.
+  D5  No KL penalty (--kl 0.05: of each token); there 0.001 log pi / pi_start is subtracted from the rewards.
   D6  Both learning rates decay linearly towards zero (--no-anneal-lr).
 """
 
@@ -226,7 +226,7 @@ def mlp(inputs, width, value):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that critic and world receive: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -330,17 +330,6 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
-
-
 @torch.no_grad()
 def judge(dialogues, actor, critic, args):
     """Adds to the dialogues "judged", what `update` needs of their tokens, by the present actor and critic.
@@ -390,11 +379,15 @@ def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogue
         kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)  # D5
         kl = kl_M.mean()
         loss = loss + args.kl * kl
-    norm = descend(loss, actor_optimizer, actor.parameters(), args.max_grad_norm, "actor")
+    actor_optimizer.zero_grad()
+    loss.backward()
+    norm = models.clipped_step(actor_optimizer, actor, args.max_grad_norm, "actor")
 
     value_M = critic(dialogues)
     v_loss = nn.functional.mse_loss(value_M, return_M)  # E3
-    descend(v_loss, critic_optimizer, critic.parameters(), args.max_grad_norm, "critic")
+    critic_optimizer.zero_grad()
+    v_loss.backward()
+    models.clipped_step(critic_optimizer, critic, args.max_grad_norm, "critic")
     entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
     return {
         "actor/loss": policy_loss.item(),
@@ -411,10 +404,13 @@ def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogue
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
+    evaluations are comparable.
     """
     options = envs.options(args.world)
-    num_tasks = envs.make(args.env, **options).num_tasks
+    world = envs.make(args.env, **options)
+    world.close()
+    num_tasks = world.num_tasks
     tasks = list(range(min(num_tasks, args.eval_episodes)))
     if not greedy:
         passes = max(1, round(args.eval_episodes / num_tasks))
@@ -492,6 +488,7 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics, "return|repeated|explained|clipped", samples)
         if is_due or run.stopped:
             run.save({"actor": actor})
+    worlds.close()
     return run.finish()
 
 

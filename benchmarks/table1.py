@@ -26,19 +26,19 @@ from tables import check, insert, interval, launch, read_lines, run_missing, sto
 
 SCRIPT = Path(__file__).parent.parent / "archer_offline_iql.py"
 ROWS = {  # in the order of the paper's expectation, best first
-    "ArCHer: IQL + AWR": "--critic iql --actor-loss awr",
-    "SARSA + AWR": "--critic sarsa --actor-loss awr",
-    "IQL + REINFORCE + BC": "--critic iql --actor-loss reinforce --bc-weight 1 --actor-lr 1e-3",
+    "ArCHer: IQL + AWR": "--critic-loss iql --actor-loss awr",
+    "SARSA + AWR": "--critic-loss sarsa --actor-loss awr",
+    "IQL + REINFORCE + BC": "--critic-loss iql --actor-loss reinforce --bc-weight 1 --actor-lr 1e-3",
     "Filtered BC": "--actor-loss awr --beta 0 --critic-updates 0 --keep 0.1",
     "BC": "--actor-loss awr --beta 0 --critic-updates 0",
-    "IQL + REINFORCE": "--critic iql --actor-loss reinforce --actor-lr 1e-3",
-    "IQL + AWR from BC": "--critic iql --actor-loss awr --actor-lr 1e-3",  # not in the paper
+    "IQL + REINFORCE": "--critic-loss iql --actor-loss reinforce --actor-lr 1e-3",
+    "IQL + AWR from BC": "--critic-loss iql --actor-loss awr --actor-lr 1e-3",  # not in the paper
 }
 TABLE = tuple(ROWS)[:6]
 FROM_BC = ("IQL + REINFORCE + BC", "IQL + REINFORCE", "IQL + AWR from BC")  # their actor starts as that of BC
 SHOWN = {"return": "eval/return", "greedy": "eval/return_greedy", "success": "eval/success"}
 SHOWN |= {
-    "effective": "actor/effective_samples",
+    "effective": "actor/effective_share",
     "overestimation": "eval/overestimation",
     "unseen": "eval/unseen",
     "data nll": "actor/data_nll",

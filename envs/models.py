@@ -142,9 +142,8 @@ def load_critic(source: str, actor, args):
             checkpoint_activations(body)
         return body
     if has_adapters(actor):
-        flag = "--critic-model" if hasattr(args, "critic_model") else "--critic"
         raise ValueError(
-            f"--lora: a critic learns whole, so it needs a smaller model of its own: give {flag}"
+            "--lora: a critic learns whole, so it needs a smaller model of its own: give --critic"
         )
     body = deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer

@@ -229,12 +229,12 @@ def test_E7_is_the_loop(beta, limit):
     [([0.5] * 4, 1.0), ([14.0, 0.0, 0.0, 0.0], 0.25), ([69.0] * 4, 1.0), ([-46.0] * 4, 1.0)],
     ids=["all alike", "one outweighs all", "squares beyond float32", "small ones"],
 )
-def test_effective_samples(actor, monkeypatch, advantage, expected):
+def test_effective_share(actor, monkeypatch, advantage, expected):
     monkeypatch.setattr(offline, "advantages", lambda q, v: torch.tensor(advantage))
     monkeypatch.setattr(models, "clipped_step", lambda *_: 0.0)
     args = small(max_weight=math.inf)
     update = actor, make_critic(actor, 1), still(actor), [dialogue("abca", True)], args, None
-    assert offline.actor_update(*update)["actor/effective_samples"] == pytest.approx(expected, rel=1e-4)
+    assert offline.actor_update(*update)["actor/effective_share"] == pytest.approx(expected, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------- the updates
@@ -244,7 +244,7 @@ def test_effective_samples(actor, monkeypatch, advantage, expected):
 def test_critic_update_is_the_loop(actor, data, critic_loss):
     """E1, E2, E6 and E8 utterance by utterance: who bootstraps, from which state, with which utterance."""
     critic, target = make_critic(actor, 1), make_critic(actor, 2)
-    args = small(critic=critic_loss, gamma=0.8, expectile=0.7)
+    args = small(critic_loss=critic_loss, gamma=0.8, expectile=0.7)
     q_terms, v_terms, errors = [], [], []
     for d, k, action in turns_of(data):
         v, q = value_alone(critic, d, k, action)
@@ -308,8 +308,8 @@ def test_an_update_is_the_same_in_micro_batches(actor, data, loss, size):
     )
 
     def results(micro_batch):
-        options = {"actor_loss": loss, "bc_weight": 0.5, "max_weight": 1.5, "critic": "sarsa", "polyak": 0.0}
-        args = small(micro_batch=micro_batch, max_grad_norm=1e9, **options)
+        options = {"critic_loss": "sarsa", "actor_loss": loss, "bc_weight": 0.5, "max_weight": 1.5}
+        args = small(micro_batch=micro_batch, max_grad_norm=1e9, polyak=0.0, **options)
         figures = offline.critic_update(critic, target, still(critic), data, args)
         of_critic = gradient(critic)
         figures |= offline.actor_update(actor, critic, still(actor), data, args, np.random.default_rng(0))
@@ -342,10 +342,10 @@ def test_adapters_are_all_that_learns_of_the_actor(tmp_path, monkeypatch, checkp
     """A resumed run goes on with them; what is saved is the actor, whole and as an adapter."""
     pytest.importorskip("peft", reason="needs the package peft")
     options = {"lora": True, "lora_rank": 4, "gradient_checkpointing": True, "micro_batch": 2}
-    with pytest.raises(ValueError, match=r"^--lora: .* give --critic-model$"):
+    with pytest.raises(ValueError, match=r"^--lora: .* give --critic$"):
         go(tmp_path / "none", **options)
     updates = spy(monkeypatch, "actor_update")
-    options |= {"critic_model": checkpoint, "anneal_lr": False, "actor_lr": 2e-2}
+    options |= {"critic": checkpoint, "anneal_lr": False, "actor_lr": 2e-2}
     whole, _ = go(tmp_path / "whole", iterations=2, eval_every=1, **options)
     half, _ = go(tmp_path / "half", iterations=1, eval_every=1, **options)
     offline.main(small(resume=half, runs=tmp_path / "half", iterations=2, eval_every=1, **options))
@@ -365,7 +365,7 @@ def test_an_encoder_is_no_critic(actor, tmp_path):
     size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     body = BertModel(BertConfig(vocab_size=300, **size))
     body.tokenizer = actor.tokenizer
-    with pytest.raises(ValueError, match=r"^--critic-model: an encoder "):
+    with pytest.raises(ValueError, match=r"^--critic: an encoder "):
         offline.Critic(body, 0.0, "float32")
 
 
@@ -455,7 +455,7 @@ def test_actor_update_is_the_loop(actor, data, loss, monkeypatch):
     assert ("actor/clamped" in metrics) == (not drawn)
     if not drawn:
         share = sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
-        assert metrics["actor/effective_samples"] == pytest.approx(share, rel=1e-4)
+        assert metrics["actor/effective_share"] == pytest.approx(share, rel=1e-4)
         assert metrics["actor/clamped"] == np.mean([w >= 1.5 for w in weights])
     if args.beta == 0:
         assert weighted == pytest.approx(imitation), "BC"
@@ -539,7 +539,7 @@ def test_the_critic_reaches_the_known_value(critic_loss, best):
     texts |= {f"{d['observations'][k]}|{action}" for d, k, action in turns_of(data)}
     critic = Table(sorted(texts))
     target = copy.deepcopy(critic).requires_grad_(False)
-    args = small(critic=critic_loss, gamma=gamma, expectile=0.998, polyak=0.2, max_grad_norm=1e9)
+    args = small(critic_loss=critic_loss, gamma=gamma, expectile=0.998, polyak=0.2, max_grad_norm=1e9)
     optimizer = torch.optim.Adam(critic.parameters(), lr=0.05)
     steps = 1200
     for step in range(steps):
@@ -601,7 +601,7 @@ def finished(tmp_path_factory):
     "changes",
     [
         *LOSSES.values(),
-        {"critic": "sarsa"},
+        {"critic_loss": "sarsa"},
         {"temperature": 0.7, "anneal_lr": False},
         {"dtype": "bfloat16"},
         {"env": "twenty-questions", "mix": "scripted"},
@@ -674,7 +674,7 @@ def test_dialogues_that_do_not_fit_are_left_out(tmp_path, capfd):
     actor = tiny_checkpoint(tmp_path / "short", limit=120)
     run, _ = go(tmp_path / "runs", actor=actor, max_action_tokens=4)
     data = lines_of(run, "dataset.jsonl")
-    assert f"{len(data)} of 40 dialogues fit into 116 tokens" in capfd.readouterr().out and 0 < len(data) < 40
+    assert f"{len(data)} of 40 dialogues fit into 104 tokens" in capfd.readouterr().out and 0 < len(data) < 40
     tokenizer = AutoTokenizer.from_pretrained(actor)
     assert max(len(offline.lay_out([d], tokenizer)[0][0]) for d in data) <= 116
 
@@ -697,7 +697,7 @@ def test_the_real_data_of_guess_my_city_trains(tmp_path, capfd):
         "29 of 950 dialogues left out",
     ):
         assert note in said
-    assert re.search(r"\d+ of 885 dialogues fit into 1008 tokens", said)
+    assert re.search(r"\d+ of 885 dialogues fit into 960 tokens", said)
     rows = lines_of(run)
     assert all(math.isfinite(figure) for row in rows for figure in row.values())
     assert rows[-1]["actor/data_nll"] < rows[1]["actor/data_nll"] - 5
@@ -705,7 +705,7 @@ def test_the_real_data_of_guess_my_city_trains(tmp_path, capfd):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("changes", [{}, LOSSES["reinforce-bc"], {"critic": "sarsa"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, LOSSES["reinforce-bc"], {"critic_loss": "sarsa"}], ids=str)
 def test_a_run_on_the_gpu(tmp_path, changes):
     run, _ = go(tmp_path, device="cuda", **changes)
     offline.main(small(runs=tmp_path, resume=run, iterations=4, device="cuda", **changes))

@@ -177,7 +177,10 @@ def test_e1_has_no_gradient_at_masked_actions_and_is_zero_without_negatives():
     gold_P = torch.tensor([0])
     guide.contrastive_loss(cosine_PA, gold_P, torch.tensor([[0.0, 1.0, 0.0]]).double(), 0.05).backward()
     assert cosine_PA.grad[0, 0] < 0 < cosine_PA.grad[0, 1] and cosine_PA.grad[0, 2] == 0
-    assert guide.contrastive_loss(cosine_PA, gold_P, torch.zeros(1, 3).double(), 0.05).item() == 0
+    cosine_PA.grad = None
+    loss = guide.contrastive_loss(cosine_PA, gold_P, torch.zeros(1, 3).double(), 0.05)
+    loss.backward()
+    assert loss.item() == 0 and cosine_PA.grad.tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_accuracy_by_hand():
@@ -388,6 +391,7 @@ def test_reading_steps():
     assert [step.actions for step in guide.read_steps([record], 1, 1)] == [second.actions], (
         "the middle one (D5)"
     )
+    assert len(guide.read_steps([record] * 3, 0, 2)) == 6, "0: all"
     assert len(guide.read_steps([record] * 3, 2, 2)) == 4 and len(guide.read_steps([record], 1, 50)) == 3
     steps[0]["add"] = [0]
     assert [step.gold for step in guide.read_steps([record], 1, 0)] == [0], (

@@ -42,7 +42,7 @@ from lge_drrn import (  # E2, E5, E4
     learn,
     prune,
     q_target,
-    sample,
+    sample_action,
 )
 
 # ------------------------------------------------------------------------------------- a tiny world
@@ -192,9 +192,11 @@ def test_d9_a_wide_parabola_fits_the_mean_and_a_narrow_one_the_median(delta, val
 def test_e4_samples_the_softmax():
     q = torch.tensor([1.0, 3.0, 2.0])
     rng = np.random.default_rng(0)
-    counts = np.bincount([sample(q, rng.random()) for _ in range(20_000)], minlength=3) / 20_000
-    assert np.allclose(counts, np.exp(q.numpy()) / np.exp(q.numpy()).sum(), atol=0.01)
-    assert sample(torch.tensor([0.0, 0.0]), np.nextafter(1, 0)) == 1
+    for temperature in (1.0, 2.0):
+        drawn = [sample_action(q, temperature, rng.random()) for _ in range(20_000)]
+        p = np.exp(q.numpy() / temperature)
+        assert np.allclose(np.bincount(drawn, minlength=3) / 20_000, p / p.sum(), atol=0.01)
+    assert sample_action(torch.tensor([0.0, 0.0]), 1.0, np.nextafter(1, 0)) == 1
 
 
 def test_an_action_is_drawn_from_what_the_guide_leaves_or_with_epsilon_from_all(texts):
@@ -282,7 +284,7 @@ def test_a_view_says_what_is_wanted(texts):
     """The task is in the state, as in the authors' code, and is what the guide ranks by."""
     info = {"task": "find it", "observation": "You look.", "look": "a hall", "inventory": "an orange"}
     seen = lge_drrn.to_view(info | {"valid": ["wait", "look"]}, texts)
-    said = [texts.texts[number] for number in (*seen.state, seen.task, *seen.valid)]
+    said = [texts[number] for number in (*seen.state, seen.task, *seen.valid)]
     assert said == ["find it OBSERVATION You look.", "a hall", "an orange", "find it", "wait", "look"]
 
 
@@ -323,6 +325,10 @@ def test_the_memory_has_two_rings():
     without = ReplayBuffer(10, 0.0, False)
     without.push(transition(1, 1.0))
     assert numbers_of(without.sample(4, rng)) == [1]
+    only = ReplayBuffer(10, 1.0, False)
+    for n, reward in enumerate((0.0, 1.0)):
+        only.push(transition(n, reward))
+    assert numbers_of(only.sample(4, rng)) == [1]
 
 
 def test_the_released_memory_has_half_the_size_and_half_the_batch():
@@ -388,10 +394,10 @@ def test_the_guide_leaves_the_nearest_and_navigation(guide_folder, texts):
     view = View(
         (0, 0, 0), texts.add("take stone"), np.array([texts.add(action) for action in actions], np.int32)
     )
-    names = [texts.texts[i] for i in Guide(args, texts).pruned(view)]
+    names = [texts[i] for i in Guide(args, texts).pruned(view)]
     assert names == ["go to garden", "teleport to moon", "take stone"]  # cosine 1 with itself
     without = Guide(replace(args, prune_navigation=True), texts)
-    assert [texts.texts[i] for i in without.pruned(view)] == ["take stone"]  # D6
+    assert [texts[i] for i in without.pruned(view)] == ["take stone"]  # D6
     assert len(Guide(Args(guide="none"), texts).pruned(view)) == 5
 
 
@@ -684,7 +690,7 @@ def test_what_is_remembered_and_logged_of_training(
     ):
         after = lge_drrn.to_view(info, guides[0].texts)
         assert begins or row.state == before.next_state
-        assert guides[0].texts.texts[row.action] == info["action"] and row.next_state == after.state
+        assert guides[0].texts[row.action] == info["action"] and row.next_state == after.state
         assert (row.reward, row.terminated) == (reward, terminated)
         assert row.left == (100 - info["score"] if target_actions == "valid" else np.inf)  # D8
         assert terminated == (info["score"] in (100, -100))
@@ -753,6 +759,7 @@ def test_by_default_it_plays_in_the_school_with_the_ready_made_guide(tmp_path):
     assert (theirs.hidden, theirs.vocabulary, theirs.gamma, theirs.temperature) == (128, 4000, 0.9, 1.0)
     assert theirs.step_limit == 100
     assert lge_drrn.complete(Args(gamma=0.3, temperature=2.0, runs=str(tmp_path))).temperature == 2.0
+    assert lge_drrn.complete(Args(gamma=0.0, runs=str(tmp_path))).gamma == 0.0, "zero is a discount, too"
     own = tmp_path / "school__guide_simcse__1__x" / "guide"
     own.mkdir(parents=True)
     assert lge_drrn.complete(Args(runs=str(tmp_path), steps=7)).guide == str(own)

@@ -295,7 +295,11 @@ def test_muon_has_the_matrices_of_the_layers(tiny, kind):
     rest = {names[p] for p in adamw.param_groups[0]["params"]}
     assert moved | rest == set(names.values()) and not moved & rest
     layers = {name for name in names.values() if re.search(r"\.\d\..*(proj|attn|c_fc)\S*weight", name)}
-    assert layers and layers <= moved and not any(re.search("lm_head|embed|ln_|norm", name) for name in moved)
+    assert (
+        layers
+        and layers <= moved
+        and not any(re.search("lm_head|embed|wte|wpe|ln_|norm", name) for name in moved)
+    )
 
 
 # ------------------------------------------------------------------------------------------ the rows
@@ -463,6 +467,17 @@ def test_exchanged_words_are_exchanged_throughout():
             assert a == b or (b in words and b not in row[:, 0])
     assert set(+changed) == set(said), "only words that stand in actions and elsewhere"
     assert all(60 < changed[word] < 120 for word in said), "three in ten"
+
+
+def test_no_more_words_are_exchanged_than_there_are_others():
+    rng, said = np.random.default_rng(0), range(100, 120)
+    row = torch.tensor([(i, kind) for kind in (CONTEXT, ACTION) for i in said], dtype=torch.int32)
+    for number in (0, 1, 2):
+        for _ in range(20):
+            new = sft.exchange_words(row, np.arange(100, 120 + number), rng)
+            assert len(set(new[:, 0].tolist())) == len(said)
+            assert sum(i >= 120 for i in set(new[:, 0].tolist())) <= number
+    assert torch.equal(sft.exchange_words(row, np.array([], int), rng), row), "a tokenizer without words"
 
 
 def test_batches_have_every_row_once_and_rows_of_like_lengths(tiny):
