@@ -93,7 +93,8 @@ CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two have a loss
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from: a file's or the world's demonstrations; with --keep, the best of them."""
     if args.dataset:
-        dialogues, notes = envs.datasets.read_dialogues(args.dataset, world.append_only)
+        taken = (world.append_only, world.max_action_chars, getattr(world, "multiline", False))
+        dialogues, notes = envs.datasets.read_dialogues(args.dataset, *taken)
         for note in notes:
             print(note)
     else:
@@ -544,7 +545,8 @@ def main(args: Args) -> dict[str, float]:
             if is_due or is_last or run.stopped:
                 metrics = runs.means(logs)
                 samples = []
-                if is_last:
+                if is_last:  # first the checkpoint, as a world may break
+                    run.save(models.to_save("actor", model))
                     greedy = play(model, args, greedy=True)
                     sampled = play(model, args, greedy=False)
                     metrics |= envs.summarise(greedy, "eval/{}_greedy")

@@ -84,6 +84,7 @@ class Unavailable(RuntimeError):
 
 ANY_TEXT = "archer.py, archer_offline_iql.py, sft.py"
 ONLY_GROWING = f"{ANY_TEXT}, loop_ppo.py"  # which wants append_only
+CODE = "sft.py, loop_ppo.py"  # the others hand on the first line of an action only
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,16 @@ ENVS = {
         "the same with the other 5,948 instructions",
         "gymnasium, numpy, rapidfuzz",
     ),
-    "apps": Entry("envs.worlds.apps:Apps", "solve office tasks with Python that calls the apps of a person"),
+    "apps": Entry(
+        "envs.worlds.apps:Apps",
+        "solve office tasks with Python that calls the apps of a person",
+        scripts=CODE,
+    ),
     "appworld": Entry(
         "envs.worlds.apps.appworld:AppWorld",
         "the benchmark AppWorld: what someone asks for, in Python that calls nine apps",
         "gymnasium, appworld in a virtual environment of its own, and its data",
+        CODE,
     ),
     "school": Entry(
         "envs.worlds.school:School",
@@ -192,7 +198,8 @@ def construct(id: str, target: str, options: dict):
         is_number = kind == "int" or int in (kind, *get_args(kind))
         if is_number and isinstance(value, str):
             raise ValueError(f"{id}: {option} must be a whole number, not {value!r}")
-        if isinstance(value, int) and not is_number and kind is not inspect.Parameter.empty:
+        is_text = str in (kind, *get_args(kind)) or (isinstance(kind, str) and "str" in kind)
+        if isinstance(value, int) and is_text and not is_number:
             options[option] = str(value)  # a folder may have a number for its name
     needed = [name for name, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not set(needed) <= set(options):
@@ -422,7 +429,7 @@ class VecTextEnv:
         except NotAWorld:
             raise  # it says which
         except Exception as error:
-            kind = WorldBroken if isinstance(error, WorldBroken) else RuntimeError
+            kind = type(error) if isinstance(error, WorldBroken | Unavailable) else RuntimeError
             raise kind(f"world {i} ({self.envs[i].id}), {method}: {error}") from error
 
 

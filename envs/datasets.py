@@ -87,16 +87,20 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
 
 
 def read_dialogues(
-    path: str, append_only: bool = True, max_chars: int = 200, max_history: int = 6000
+    path: str,
+    append_only: bool = True,
+    max_chars: int = 200,
+    multiline: bool = False,
+    max_history: int = 6000,
 ) -> tuple[list[dict], list[str]]:
     """The dialogues of a file in any of the formats above,
     and a note on each kind of record that was left out.
 
-    Left out is what no world would write: an action of several lines or of more than `max_chars` characters,
-    a history of more than `max_history`; of the authors' files also what has more than 20 turns, a line that
-    is no question and answer, or an answer that asks back. `append_only` says whether a reply in
-    rollouts.jsonl adds to the observation before it or takes its place. Raises ValueError with the number,
-    from 0, and the field of a malformed record.
+    Left out is what no world would write: an action of more than `max_chars` characters or, unless
+    `multiline`, of several lines, a history of more than `max_history`; of the authors' files also what has
+    more than 20 turns, a line that is no question and answer, or an answer that asks back. `append_only`
+    says whether a reply in rollouts.jsonl adds to the observation before it or takes its place. Raises
+    ValueError with the number, from 0, and the field of a malformed record.
     """
     records, where = [], ""
     try:
@@ -122,7 +126,7 @@ def read_dialogues(
             raise ValueError(f"{path}: record {n}, {error}") from None
         if made and max(map(len, made["actions"])) > max_chars:
             made, why = None, f"an action of more than {max_chars} characters"
-        if made and any("\n" in action for action in made["actions"]):
+        if made and not multiline and any("\n" in action for action in made["actions"]):
             made, why = None, "an action of more than one line"
         if made and len(made["observations"][-1]) > max_history:
             made, why = None, f"a history of more than {max_history} characters"

@@ -15,7 +15,7 @@ from pathlib import Path
 import gymnasium.error
 
 import envs
-from envs.models import chat_pieces, encode, encode_prompt, encode_reply, why_not_loaded
+from envs.models import chat_pieces, context_of, encode, encode_prompt, encode_reply, why_not_loaded
 
 QUESTIONS = "Questions:\n"  # how the worlds begin in which one asks for something hidden
 SHORT = {
@@ -97,6 +97,7 @@ class Agent:
             )
             if report["missing_keys"] or self.tokenizer.eos_token is None:
                 raise ValueError("weights or the end token are missing")
+            self.model.generation_config = transformers.GenerationConfig()  # no penalty for repetition
             self.end = self.tokenizer.convert_tokens_to_ids(chat_pieces(self.tokenizer).end)
         except Exception as error:  # what a folder can hold has no end, nor have the errors
             reason = why_not_loaded(str(source), error)
@@ -118,7 +119,7 @@ class Agent:
     def write(self, observations: list[str], actions: list[str], max_tokens: int) -> str:
         """The next action: drawn from the model or, if greedy, the likeliest token each time."""
         prompt = self.torch.tensor([self.ids(observations, actions)])
-        context = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        context = context_of(self.model)
         room = context - prompt.shape[1]
         if room < 1:
             raise ValueError(f"the dialogue has outgrown the agent's context of {context} tokens")
@@ -172,6 +173,7 @@ def main() -> int:
     )
     parser.add_argument("--greedy", action="store_true", help="the agent writes its likeliest tokens")
     args = parser.parse_args()
+    info = {}
     try:
         world = envs.make(args.id, **envs.options(args.world))
         task = {} if args.index is None else {"index": args.index}
@@ -189,7 +191,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     except (EOFError, KeyboardInterrupt):
-        print("\nGoodbye." if args.agent else f"\nGoodbye. It was: {info['answer']}")
+        hidden = "" if args.agent or not info else f" It was: {info['answer']}"
+        print(f"\nGoodbye.{hidden}")
         return 0
     print("Solved." if result["success"] else f"Not solved. It was: {info['answer']}")
     print(f"{result['length']} turns, return {result['return']:g}")

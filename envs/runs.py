@@ -113,9 +113,11 @@ def check(args, script: str) -> None:
         raise ValueError(f"--name {args.name}: a folder is named by it; take letters, digits, _ . and -")
     if getattr(args, "temperature", 1) <= 0:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
-    counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch")
+    counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch", "worlds")
+    counts += ("logit_chunk",)
     at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
     at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight", "imaginary"), 0)
+    at_least["minibatch"] = 0 if script.startswith("loop") else 1  # 0: all
     at_least["eval_episodes"] = 0 if script.startswith(("loop", "lge", "sft")) else 1  # all, or none
     for name, least in at_least.items():
         if getattr(args, name, least) < least:
@@ -373,7 +375,8 @@ class Run:
     def card(self, name: str) -> str:
         """The README.md of a saved model, which Hugging Face shows: what it is, and how it is spoken to."""
         args = vars(self.args)
-        start = args.get("actor") or args.get("model") or args.get("encoder") or "the ready-made checkpoint"
+        sources = [args.get(flag) for flag in (name, "actor", "model", "encoder")]  # of a critic --critic
+        start = next(filter(None, sources), "the ready-made checkpoint")
         tags = ("iteration", "eval/return", "eval/return_greedy")
         evaluated = [row for row in self.metrics if "eval/return" in row]
         last = json.dumps({tag: row[tag] for row in evaluated[-1:] for tag in tags if tag in row})

@@ -29,7 +29,9 @@ def turns_of(record: dict) -> list[dict]:
     """The turns of a dialogue as any script has written it: action, reply, and the figures that there are."""
     if "text" in record:  # of loop_ppo.py: the prompt, then the turns
         said = "".join(turn["action"] + turn["reply"] for turn in record["turns"])
-        return [{"action": "", "reply": record["text"].removesuffix(said)}, *record["turns"]]
+        prompt, _, error = record["text"].partition(said) if said else (record["text"], "", "")
+        broken = [{"action": "", "reply": error}] if error else []
+        return [{"action": "", "reply": prompt}, *record["turns"], *broken]
     if "turns" in record:  # of lge_drrn.py
         return record["turns"]
     texts, actions = record["observations"], record["actions"]
@@ -55,7 +57,7 @@ def read(run: Path) -> dict:
     if not run.is_dir():
         raise ValueError(f"there is no folder {run}")
     try:
-        args = json.loads((run / "args.json").read_text(encoding="utf-8"))
+        args = json.loads((run / "args.json").read_text(encoding="utf-8"), parse_constant=no_number)
         files = [run / "metrics.jsonl", run / "rollouts.jsonl"]
         lines = [path.read_text(encoding="utf-8").splitlines() if path.exists() else [] for path in files]
         metrics, records = ([json.loads(line, parse_constant=no_number) for line in part] for part in lines)

@@ -892,6 +892,15 @@ def test_a_memory_reads_what_is_new(actor, tokenizer, monkeypatch):
             assert logps[b] == pytest.approx(sum(plain_logps(actor, row, utterances[b])), abs=1e-4)
 
 
+def test_a_memory_of_rewritten_rows_keeps_none_of_the_old(actor, tokenizer):
+    """As in a world that shows a new text every turn: the cache is as long as the longest row."""
+    memory = archer.Memory(actor, "ab")
+    for text in ("red: ", "blue: ant ", "cow"):
+        rows = {name: models.encode(tokenizer, name + text) for name in "ab"}
+        hidden_BTH, _ = memory.read(rows, "float32")
+        assert memory.cache.get_seq_length() == hidden_BTH.shape[1] == max(map(len, rows.values()))
+
+
 # -------------------------------------------------------------------- a batch is no more than its parts
 @BOTH
 def test_score_of_a_batch_is_that_of_its_parts(actor, world):
@@ -1034,6 +1043,18 @@ def test_an_encoder_cuts_the_beginning_of_a_text_that_is_too_long(folders, actor
     with torch.no_grad():
         cls = critic.cls([long + "a", "blue: " + long + "a", long + "b"])
     assert torch.allclose(cls[0], cls[1], atol=1e-5) and not torch.allclose(cls[0], cls[2], atol=1e-4)
+
+
+def test_an_encoder_reads_no_control_token_in_a_text(folders, actor):
+    critic = critic_of(actor, "encoder", folders=folders)
+    read = []
+    critic.body.register_forward_pre_hook(
+        lambda _, given, options: read.append(options["input_ids"]), with_kwargs=True
+    )
+    end = critic.tokenizer.sep_token
+    with torch.no_grad():
+        critic.cls([f"red {end} ant"])
+    assert read[0][0].tolist().count(critic.tokenizer.sep_token_id) == 1, "the one behind the text"
 
 
 def with_rewards(dialogues):

@@ -1117,7 +1117,7 @@ def test_updates_need_no_mask_and_expand_no_keys(warm, monkeypatch):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
     config = transformers.LlamaConfig(vocab_size=len(warm.tokenizer), num_hidden_layers=1, **sizes)
     model = transformers.LlamaForCausalLM(config).eval()
-    model.tokenizer, calls = warm.tokenizer, []
+    model.tokenizer, model.context, calls = warm.tokenizer, 2048, []
     plain = torch.nn.functional.scaled_dot_product_attention
 
     def attention(query, key, value, attn_mask=None, **options):

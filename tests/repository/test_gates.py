@@ -882,6 +882,12 @@ def test_the_readmes_python_runs(clone):
     assert result.returncode == 0 and result.stdout.startswith("Questions:\n"), result.stderr[-2000:]
 
 
+def test_the_readme_counts_the_lines_of_every_script():
+    rows = re.findall(r"^\| \[`(\w+\.py)`\].*?\| (\d+) \|", README, re.M)
+    counted = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
+    assert len(rows) == 6 and {name: int(number) for name, number in rows} == counted
+
+
 def test_the_readme_has_the_two_commands_on_one_line_each():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     first, second = [line for line in lines if line.startswith("python3 -m venv")]

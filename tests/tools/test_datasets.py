@@ -238,6 +238,13 @@ def test_what_is_left_out_is_counted_with_its_reason(tmp_path, reason):
     assert reason in notes[0] and "1 of 3" in notes[0]
 
 
+def test_a_world_of_code_may_have_long_actions_of_several_lines(tmp_path):
+    record = LEFT_OUT["more than one line"]
+    long = record | {"observations": ["a", "ab\nc" + 300 * "d"], "actions": ["b\nc" + 300 * "d"]}
+    dialogues, notes = read(tmp_path, record, long, max_chars=1000, multiline=True)
+    assert len(dialogues) == 2 and not notes
+
+
 BROKEN = {
     "conversation": CITY | {"conversation": "Is it? No."},
     "conversation ": CITY | {"conversation": ["Is it? No.", None]},

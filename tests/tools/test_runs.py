@@ -798,3 +798,22 @@ def test_a_saved_model_says_what_it_is(toy):
     card = run.card("actor")
     assert card.startswith("# actor, trained in the world apps\n") and "| some/model |" in card
     assert '{"iteration": 0, "eval/return": 0.1}' in card and "Saved by loop_ppo.py" in card
+    run.args = SimpleNamespace(env="apps", actor="gpt2", critic="roberta-base")
+    assert "| gpt2 |" in run.card("actor") and "| roberta-base |" in run.card("critic")
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "least"),
+    [
+        ("loop_ppo", "worlds", 1),
+        ("loop_ppo", "logit_chunk", 1),
+        ("loop_ppo", "minibatch", 0),
+        ("ppo", "minibatch", 1),
+    ],
+)
+def test_numbers_below_the_least_are_named(script, name, least):
+    args = SimpleNamespace(name="", env="x", runs="runs", resume="", device="cpu", **{name: least - 1})
+    with pytest.raises(
+        ValueError, match=f"^--{name.replace('_', '-')} {least - 1}: it must be at least {least}$"
+    ):
+        runs.check(args, script)

@@ -63,6 +63,10 @@ def test_every_script_s_dialogues_are_understood():
     }
     assert view.turns_of(loop) == [{"action": "", "reply": "Task\n"}, turn]
     assert view.turns_of(lge)[0]["Q"] == 1.5
+    broken = loop | {"text": loop["text"] + "time-out", "fate": "broken"}
+    assert view.turns_of(broken) == [*view.turns_of(loop), {"action": "", "reply": "time-out"}]
+    unspoken = loop | {"text": "Task\n", "turns": []}
+    assert view.turns_of(unspoken) == [{"action": "", "reply": "Task\n"}]
 
 
 def test_what_is_no_run_is_one_line(tmp_path):
@@ -77,10 +81,11 @@ def test_a_folder_that_does_not_exist_is_called_that(tmp_path):
 
 def test_a_figure_that_is_no_number_is_none_to_the_browser(tmp_path):
     """Python writes NaN into JSON, which no browser reads: the whole page would stay empty."""
-    runs.write_json(tmp_path / "args.json", {})
+    runs.write_json(tmp_path / "args.json", {"max_grad_norm": float("inf")})
     runs.write_jsonl(
         tmp_path / "metrics.jsonl", [{"iteration": 1, "critic/bias": float("nan"), "time/x": 1.5}]
     )
+    assert view.read(tmp_path)["args"] == {"max_grad_norm": None}
     (row,) = view.read(tmp_path)["metrics"]
     assert row == {"iteration": 1, "critic/bias": None, "time/x": 1.5}
 

@@ -360,7 +360,9 @@ def test_listing_names_every_world():
 @pytest.mark.parametrize("id", WORLDS)
 def test_the_scripts_that_take_a_world_are_those_that_are_listed(id):
     scripts = envs.ENVS[id].scripts.split(", ")
-    assert ("loop_ppo.py" in scripts) == envs.make(id).append_only
+    world = envs.make(id)
+    assert ("loop_ppo.py" in scripts) == world.append_only
+    assert ("archer.py" in scripts) != getattr(world, "multiline", False)
     for name in ("guide_simcse.py", "lge_drrn.py"):
         text = (ROOT / name).read_text(encoding="utf-8")
         (known,) = re.findall(r"^(?:WORLDS|ENCODERS) = \{(.*)\}", text, re.M)  # the worlds that it knows

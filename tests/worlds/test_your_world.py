@@ -258,6 +258,11 @@ class Picky(Bare):
         raise ValueError("7 is no size")
 
 
+class Numbers(Bare):
+    def __init__(self, noise: float = 0.5, hard: bool = True, name: str | None = None):
+        self.got = (noise, hard, name)
+
+
 class Loose(Bare):
     def __init__(self, size=1, count: "int" = 2, folder: str = ""):
         self.got = size, count, folder
@@ -307,9 +312,24 @@ def test_an_error_of_the_world_itself_keeps_its_traceback(monkeypatch):
     assert isinstance(error.value.__cause__, KeyError)
 
 
+def test_a_world_that_cannot_go_on_says_so_as_what_it_is(monkeypatch):
+    """In one line: the command line knows these errors."""
+    for kind in (envs.Unavailable, envs.WorldBroken):
+
+        def step(self, action, kind=kind):
+            raise kind("no server")
+
+        monkeypatch.setattr(Bare, "step", step)
+        worlds = envs.VecTextEnv(f"{HERE}:Bare", 1)
+        worlds.reset()
+        with pytest.raises(kind, match=r"^world 0 .*no server$"):
+            worlds.step({0: "1"})
+
+
 def test_options_are_arguments_of_the_class():
     assert envs.make(f"{HERE}:Choosy", **envs.options("size=3")).id == f"{HERE}:Choosy"
     assert envs.make(f"{HERE}:Loose", **envs.options("size=3,count=4,folder=5")).got == (3, 4, "5")
+    assert envs.make(f"{HERE}:Numbers", **envs.options("noise=1,hard=0,name=7")).got == (1, 0, "7")
     with pytest.raises(ValueError, match="size must be a whole number, not 'big'"):
         envs.make(f"{HERE}:Choosy", size="big")
     with pytest.raises(ValueError, match="has no option 'sise'; it has: size, colour"):
