@@ -883,7 +883,8 @@ def test_the_readmes_python_runs(clone):
 
 
 def test_the_readme_counts_the_lines_of_every_script():
-    rows = re.findall(r"^\| \[`(\w+\.py)`\].*?\| (\d+) \|", README, re.M)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[`(\w+\.py)`\].*?\| (\d+) \|", readme, re.M)
     counted = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
     assert len(rows) == 6 and {name: int(number) for name, number in rows} == counted
 
