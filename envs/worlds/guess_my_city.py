@@ -720,9 +720,11 @@ class GuessMyCity(gymnasium.Env):
     def demonstrations(self, n: int, seed: int) -> list[dict]:
         """`n` dialogues to learn the game from, about cities drawn evenly; "imitate" says what to imitate.
 
-        Half are of the player `hasty`, who is imitated: it plays badly, as most data does, so that there is
-        something to learn. The others are there for their replies. In a share of their turns something is
-        said again, and what was said long ago gets the same answer.
+        Two fifths are of the player `hasty`, who is imitated: it plays badly, as most data does, so that
+        there is something to learn. The other players narrow the cities down, then guess the last ones, some
+        of them again and again what was wrong: who never saw a bad guess does not know what follows it.
+        Imitated is what they do with at most ten cities left, unless it is a mistake; all else is there for
+        the replies.
         """
         world, rng = GuessMyCity(**self.options), random.Random(seed)
         return [lesson(world, rng) for _ in range(n)]
@@ -785,12 +787,10 @@ def scripted(
     open: float = 0.4,
     garbled: float = 0.04,
 ) -> str:
-    """Asks without a plan and guesses too early, yet never what it could know:
-    the player of the demonstrations.
+    """Asks without a plan and guesses too early, yet never what it could know.
 
-    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). The few broad questions
-    are those whose answers a small model can come to know; with broad=8, open=0.05 it knew too little to
-    learn from.
+    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). It was
+    imitated once: its few broad questions are those whose answers a small model can come to know.
 
     Draws any yes/no question whose answer is still open and that is true of at least `broad` cities, with the
     probability `open` an open question instead, or guesses any city still possible: with the probability
