@@ -789,8 +789,8 @@ def scripted(
 ) -> str:
     """Asks without a plan and guesses too early, yet never what it could know.
 
-    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). It was
-    imitated once: its few broad questions are those whose answers a small model can come to know.
+    It returns -9.2 and finds 98 % of the cities (with guess=0, open=0: -7.7 and all). Its
+    few broad questions are those whose answers a small model can come to know.
 
     Draws any yes/no question whose answer is still open and that is true of at least `broad` cities, with the
     probability `open` an open question instead, or guesses any city still possible: with the probability
