@@ -25,7 +25,7 @@ def test_a_world_keeps_its_promises(id):
 def test_a_reward_for_naming_lists_is_noticed():
     """The authors' rule pays for a city that stands anywhere in a question, and so for a list of them."""
     with pytest.raises(fuzz.BrokenPromise, match="what is paid for there is no knowledge"):
-        fuzz.fuzz(envs.make("guess-my-city", matching="paper"), 10_000)
+        fuzz.fuzz(envs.make("guess-my-city", matching="paper"), 20_000)
 
 
 class Toy(gymnasium.Env):
@@ -113,7 +113,7 @@ def test_on_the_command_line(monkeypatch, capsys):
 
     code, said, _ = call("mini-detective", "--turns", "100")
     assert code == 0 and said.startswith("mini-detective: no promise broken; ")
-    code, _, errors = call("guess-my-city", "--world", "matching=paper")
+    code, _, errors = call("guess-my-city", "--world", "matching=paper", "--turns", "20000")
     assert code == 1 and errors.startswith("guess-my-city: ") and errors.count("\n") == 1
     for words in (["chess"], ["apps", "--world", "matching=paper"]):
         code, _, errors = call(*words)
