@@ -205,6 +205,7 @@ def loop_speeds(device: str, dtype: str, n: int, tiny: bool):
     prompt, written = (8, 4) if tiny else (128, 64)
     model = gpt2(tiny).to(device, getattr(torch, dtype))
     model.tokenizer = loop_speed.Tokens()
+    model.context = model.config.max_position_embeddings
     args = loop_ppo.Args(dtype=dtype, minibatch=0, epochs=1, min_advantage=0.0)
     torch.set_default_device(device)
     played = []

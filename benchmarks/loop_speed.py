@@ -79,6 +79,7 @@ def make_model(width: int, vocabulary: int):
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.tokenizer = Tokens()
+    model.context = model.config.max_position_embeddings
     with torch.no_grad():  # so that hardly a turn ends early: all have the same length
         model.get_input_embeddings().weight[0] = 0
     return model
