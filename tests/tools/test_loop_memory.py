@@ -25,7 +25,9 @@ def llama(model: Model) -> transformers.LlamaForCausalLM:
         num_key_value_heads=model.kv_heads,
         tie_word_embeddings=False,
     )
-    return transformers.LlamaForCausalLM(config)
+    built = transformers.LlamaForCausalLM(config)
+    built.context = config.max_position_embeddings
+    return built
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), SMALL])
