@@ -34,7 +34,7 @@ from torch import nn
 
 import envs
 from envs import models, runs
-from envs.datasets import make_dialogues, read_dialogues
+from envs.datasets import make_dialogues, read_for
 
 
 # ---------------------------------------------------------- 1. arguments
@@ -156,7 +156,7 @@ def flat(dialogues, key):
 def recorded_dialogues(world, actor, args):
     """The dialogues to learn from, best first: all that fit into the actor's context."""
     if args.dataset:
-        found, notes = read_dialogues(args.dataset, world.append_only, world.max_action_chars)
+        found, notes = read_for(world, args.dataset)
     else:
         found = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
         notes = []

@@ -479,19 +479,10 @@ def update(encoder, optimizer, triplets, gold, args):
     negatives_PA = count_negatives(batch.count_A, batch.gold_P, batch.is_gold_PA, args.mask_gold)
     loss = contrastive_loss(cosine_PA, batch.gold_P, negatives_PA, args.temperature)  # E1
     share = accuracy(cosine_PA, batch.gold_P, negatives_PA)
-    norm = descend(loss, optimizer, encoder.parameters(), args.max_grad_norm, "guide")
-    return {"train/loss": loss.item(), "train/accuracy": share.item(), "train/grad_norm": norm}
-
-
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
+    norm = models.clipped_step(optimizer, encoder, args.max_grad_norm, "guide")
+    return {"train/loss": loss.item(), "train/accuracy": share.item(), "train/grad_norm": norm}
 
 
 # ---------------------------------------------------------- 7. evaluation

@@ -591,17 +591,6 @@ def play_out(explorer, guide, worlds, infos, epsilon, rng, is_greedy):
 
 
 # ---------------------------------------------------------- 6. updates
-def descend(loss, optimizer, parameters, max_norm, what):
-    """One optimiser step with the gradients of `parameters` clipped; returns their norm before clipping."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isfinite(loss + norm):
-        raise ArithmeticError(f"the {what} diverged (loss {loss:.3g}, gradient {norm:.3g}): lower its rate")
-    optimizer.step()
-    return norm.item()
-
-
 def learn(network, target, optimizer, batch, texts, args):
     """One gradient step on E3 with a list of transitions; returns metrics."""
     columns = Transition(*zip(*batch, strict=True))  # each field is a tuple of N
@@ -618,7 +607,9 @@ def learn(network, target, optimizer, batch, texts, args):
         next_q_N = torch.stack([q_A.max() for q_A in next_q])
         y_N = q_target(reward_N, next_q_N, terminated_N, left_N, args.gamma)
     loss = nn.functional.huber_loss(q_N, y_N, delta=args.huber_delta)  # E3, D9
-    norm = descend(loss, optimizer, network.parameters(), args.max_grad_norm, "explorer")
+    optimizer.zero_grad()
+    loss.backward()
+    norm = models.clipped_step(optimizer, network, args.max_grad_norm, "explorer")
     return {
         "explorer/loss": loss.item(),
         "explorer/q": q_N.mean().item(),

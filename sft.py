@@ -93,8 +93,7 @@ CONTEXT, ACTION, REPLY = range(3)  # the kinds; the last two have a loss
 def read(world, args: Args, epoch: int) -> list[dict]:
     """The dialogues to learn from: a file's or the world's demonstrations; with --keep, the best of them."""
     if args.dataset:
-        taken = (world.append_only, world.max_action_chars, getattr(world, "multiline", False))
-        dialogues, notes = envs.datasets.read_dialogues(args.dataset, *taken)
+        dialogues, notes = envs.datasets.read_for(world, args.dataset)
         for note in notes:
             print(note)
     else:
@@ -248,18 +247,13 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
     return rows
 
 
-def in_parts(rows: list[Row], size: int) -> list[list[Row]]:
-    """Splits the rows into lists of `size`; the last one may be shorter."""
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
 def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
     """Batches of all rows in random order, except that rows of similar length share a batch."""
     shuffled = [rows[i] for i in rng.permutation(len(rows))]
     batches = []
-    for window in in_parts(shuffled, 16 * size):
+    for window in models.micro_batches(shuffled, 16 * size):
         near = sorted(window, key=len)
-        parts = in_parts(near, size)
+        parts = models.micro_batches(near, size)
         batches += [parts[i] for i in rng.permutation(len(parts))]
     return batches
 
@@ -397,8 +391,8 @@ def score(model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 # ---------------------------------------------------------- 6. updates
 def make_optimizers(model, kind: str, lr: float) -> list:
     """AdamW; or, D6, Muon for the matrices between embedding and output and AdamW for the rest."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    embedded = {id(module.weight) for module in embeddings}  # GPT-2 has two, and calls them wte and wpe
+    # By their type, as names differ: GPT-2 calls its two wte and wpe.
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = []
     rest = []
     for name, parameter in model.named_parameters():
@@ -422,7 +416,7 @@ def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: f
     losses = []
     learned = []
     model.zero_grad()
-    for part in in_parts(rows, micro_batch or len(rows)):
+    for part in models.micro_batches(rows, micro_batch or len(rows)):
         logp_M, kind_M = score(model, part)
         weight_M = torch.where(kind_M == ACTION, 1.0, reply_weight)
         loss = imitation_loss(logp_M, weight_M, total)
@@ -470,8 +464,7 @@ def play(model, args: Args, greedy: bool) -> list[dict]:
         if not prompts:
             break
         ids = {"input_ids": list(prompts.values())}
-        inputs = tokenizer.pad(ids, padding_side="left", return_tensors="pt")
-        inputs = inputs.to(model.device)
+        inputs = tokenizer.pad(ids, padding_side="left", return_tensors="pt").to(model.device)
         written = model.generate(**inputs, do_sample=not greedy)
         written = written[:, inputs.input_ids.shape[1] :]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
@@ -486,8 +479,7 @@ def main(args: Args) -> dict[str, float]:
     run = runs.Run(args, "sft")
 
     # --- dialogues, model and optimisers, as they start
-    options = envs.options(args.world)
-    world = envs.make(args.env, **options)
+    world = envs.make(args.env, **envs.options(args.world))
     is_tiny = args.model == "tiny"
     if is_tiny:
         dialogues = read(world, args, 0)

@@ -357,13 +357,14 @@ def rollout(actor, critic, worlds, args, rng=None, indices=None):
                 del rows[i]
         if not rows:
             break
+        prompts = list(rows.values())
         spans = []
-        for b, row in enumerate(rows.values()):
+        for b, row in enumerate(prompts):
             start = len(row)
             span = Span(b, start, start)  # where the action will begin
             spans.append(span)
         own = [streams[i] for i in rows]
-        texts = best_utterances(actor, critic, list(rows.values()), spans, args, own)
+        texts = best_utterances(actor, critic, prompts, spans, args, own)
         worlds.step(dict(zip(rows, texts, strict=True)))
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
 

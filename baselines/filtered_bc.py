@@ -215,22 +215,20 @@ class Memory:
             kept = [b for b, name in enumerate(self.rows) if name in rows]
             self.cache.batch_select_indices(torch.tensor(kept))
             self.position_BC = self.position_BC[kept]
-        known = []  # how many tokens of each row are in the cache
-        for name, row in rows.items():
-            before = self.rows[name]
-            goes_on = len(row) > len(before) and row[: len(before)] == before
-            known.append(len(before) if goes_on else 0)
-        if not any(known):  # all rows are new or rewritten, so nothing in the cache is needed
-            self.cache = transformers.DynamicCache()
-            self.position_BC = torch.zeros(len(rows), 0, dtype=torch.long)
         new = []
         positions = []
-        for b, row in enumerate(rows.values()):
-            new.append(row[known[b] :])
-            positions.append(range(known[b], len(row)))
-            if not known[b]:
+        for b, (name, row) in enumerate(rows.items()):
+            known = len(self.rows[name])  # how many tokens of the row are in the cache
+            goes_on = len(row) > known and row[:known] == self.rows[name]
+            if not goes_on:  # it is new or rewritten: what was read of it is hidden
+                known = 0
                 self.position_BC[b] = UNSEEN
+            new.append(row[known:])
+            positions.append(range(known, len(row)))
         self.rows = rows
+        if (self.position_BC == UNSEEN).all():  # nothing in the cache is needed
+            self.cache = transformers.DynamicCache()
+            self.position_BC = self.position_BC[:, :0]
         position_BT = pad(positions, UNSEEN)
         self.position_BC = torch.cat([self.position_BC, position_BT], -1)
         visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]

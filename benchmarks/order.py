@@ -1,12 +1,13 @@
-"""Does a critic of Twenty Questions know which of several utterances in one state is the better one?
+"""Does a critic of a game of questions know which of several utterances in one state is the better one?
 
     python benchmarks/order.py checkpoints/twenty-questions                # ArCHer's critic, as it learns
     python benchmarks/order.py checkpoints/twenty-questions --variant D9   # a part of archer.py exchanged
     python benchmarks/order.py checkpoints/twenty-questions --updates 0    # only what GAE would know
+    python benchmarks/order.py runs/.../actor --env guess-my-city          # a trained agent in the other game
 
 The actor stands still. It plays --dialogues, from which the critic learns, and some more to judge it by; in
 each of their states it writes eight utterances. What each is worth can be told almost exactly: the table of
-the world says which words are left after a Yes and after a No, and how the actor fares from there on is a
+the world says which words (or cities) are left after each answer, and how the actor fares from there on is a
 smooth function of their number and of the turn, fitted to the returns of all dialogues. Advantages are the
 worths less their mean in a state.
 
@@ -19,8 +20,9 @@ import copy
 import math
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import archer
 import envs
 from envs import models
-from envs.worlds.twenty_questions import candidates, parse
+from envs.worlds import guess_my_city, twenty_questions
 
-WORLD = "twenty-questions"
+WORLDS = {"twenty-questions": twenty_questions, "guess-my-city": guess_my_city}
 EACH = 8  # utterances written in a state
 JUDGED = 64  # dialogues
 LAMBDAS = (0.0, 0.8, 0.95, 1.0)
@@ -43,6 +45,7 @@ LAMBDAS = (0.0, 0.8, 0.95, 1.0)
 @dataclass
 class Args:
     checkpoint: tyro.conf.Positional[str]  # folder of a model and its tokenizer, or a Hugging Face name
+    env: Literal["twenty-questions", "guess-my-city"] = "twenty-questions"
     variant: str = ""  # of benchmarks/variants.py: D7 or D9
     dialogues: int = 512  # that the critic learns from
     updates: int = 150  # of the critic; it is judged after every 50
@@ -52,7 +55,22 @@ class Args:
 
 
 # ---------------------------------------------------------- 1. what an utterance is worth
-words_left = lru_cache(maxsize=None)(candidates)
+@cache
+def words_left(env: str, state: str) -> int:
+    """The words or cities that agree with all answers, as a set in an int."""
+    return WORLDS[env].candidates(state)
+
+
+def parts_of(env: str, words: int, action: str) -> list[tuple[int, bool]]:
+    """How the answers split a set of words; and whether the game ends for those of a part."""
+    question = WORLDS[env].parse(action)
+    if question is None:
+        return [(words, False)]
+    topic = getattr(question, "topic", None)  # of an open question
+    if topic is not None:
+        said = guess_my_city.SAID_OF.get(topic, {"": words})
+        return [(words & agreeing, False) for agreeing in said.values()]
+    return [(words & question.yes, question.guess is not None), (words & ~question.yes, False)]
 
 
 def features(words: int, turn: int) -> list[float]:
@@ -73,16 +91,21 @@ def features(words: int, turn: int) -> list[float]:
 class Worth:
     """V of a state and Q of an utterance, in units of the discounted return."""
 
-    def __init__(self, dialogues: list[dict], gamma: float):
+    def __init__(self, dialogues: list[dict], gamma: float, env: str = "twenty-questions"):
         self.gamma = gamma
+        self.env = env
         inputs, returns = [], []
         for dialogue in dialogues:
             returns += archer.mc_returns(dialogue["rewards"], gamma)
             states = dialogue["observations"][:-1]
-            inputs += [features(words_left(state), turn) for turn, state in enumerate(states)]
+            inputs += [features(self.left(state), turn) for turn, state in enumerate(states)]
         x = np.array(inputs)
         ridge = 1e-2 * np.eye(x.shape[1])
         self.weights = np.linalg.solve(x.T @ x + ridge, x.T @ np.array(returns))
+
+    def left(self, state: str) -> int:
+        """The words that agree with all answers."""
+        return words_left(self.env, state)
 
     def v(self, words: int, turn: int) -> float:
         """Of a state with these words left; 0 after the last turn."""
@@ -90,14 +113,9 @@ class Worth:
 
     def q(self, state: str, turn: int, action: str) -> float:
         """The mean over the words left: a right guess ends the game, all else costs 1 and goes on."""
-        words, question = words_left(state), parse(action)
-        if question is None:
-            return -1 + self.gamma * self.v(words, turn + 1)
+        words = self.left(state)
         worth = 0.0
-        for part, ends in (
-            (words & question.yes, question.guess is not None),
-            (words & ~question.yes, False),
-        ):
+        for part, ends in parts_of(self.env, words, action):
             if part and not ends:
                 share = part.bit_count() / words.bit_count()
                 worth += share * (-1 + self.gamma * self.v(part, turn + 1))
@@ -123,7 +141,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 def play(actor, n: int, seed: int, args: archer.Args) -> list[dict]:
     """`n` sampled dialogues."""
     rng = np.random.default_rng(seed)
-    worlds = envs.VecTextEnv(WORLD, min(n, 64))
+    worlds = envs.VecTextEnv(args.env, min(n, 64))
     dialogues = []
     while len(dialogues) < n:
         dialogues += archer.rollout(actor, worlds, args, rng)[0]
@@ -134,7 +152,7 @@ def play(actor, n: int, seed: int, args: archer.Args) -> list[dict]:
 def gae_of(dialogue: dict, worth: Worth, lam: float) -> list[float]:
     """Of each action, with the V of `worth`."""
     states = dialogue["observations"][:-1]
-    values = [worth.v(words_left(state), turn) for turn, state in enumerate(states)] + [0.0]
+    values = [worth.v(worth.left(state), turn) for turn, state in enumerate(states)] + [0.0]
     found, later = [], 0.0
     for turn in reversed(range(len(states))):
         error = dialogue["rewards"][turn] + worth.gamma * values[turn + 1] - values[turn]
@@ -198,13 +216,13 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    settings = archer.Args(env=WORLD, critic_lr=args.critic_lr, critic_batch=args.critic_batch)
+    settings = archer.Args(env=args.env, critic_lr=args.critic_lr, critic_batch=args.critic_batch)
     settings.critic_updates = 30  # updates that share a pool
     actor = models.load(transformers.AutoModelForCausalLM, args.checkpoint, settings)
     rng = np.random.default_rng(args.seed)
     data = play(actor, args.dialogues, args.seed + 1, settings)
     judged = play(actor, JUDGED, args.seed + 2, settings)
-    worth = Worth(data + judged, settings.gamma)
+    worth = Worth(data + judged, settings.gamma, args.env)
     judge = Judge(actor, judged, worth, settings, rng)
     print(f"standard deviation of an advantage: {judge.advantage_NK.std():.2f} points")
     for lam in LAMBDAS:

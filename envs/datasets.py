@@ -86,6 +86,12 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
     return made
 
 
+def read_for(world, path: str) -> tuple[list[dict], list[str]]:
+    """`read_dialogues` by the rules of a world: as long, and of as many lines, as its actions may be."""
+    multiline = getattr(world, "multiline", False)
+    return read_dialogues(path, world.append_only, world.max_action_chars, multiline)
+
+
 def read_dialogues(
     path: str,
     append_only: bool = True,

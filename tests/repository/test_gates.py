@@ -314,8 +314,15 @@ def tokens_of(source: str) -> dict[int, int]:
         if is_text and isinstance(node.value.value, str):
             texts |= set(range(node.lineno, node.end_lineno + 1))
     free = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = [token.start[0] for token in tokens if token.type not in free | {tokenize.ENDMARKER}]
+    lines = []
+    inside = 0  # of how many f-strings: from Python 3.12 on they come in parts, and count as one token
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        inside += tokenize.tok_name[token.type] == "FSTRING_START"
+        if not inside and token.type not in free | {tokenize.ENDMARKER}:
+            lines.append(token.start[0])
+        inside -= tokenize.tok_name[token.type] == "FSTRING_END"
+        if not inside and tokenize.tok_name[token.type] == "FSTRING_END":
+            lines.append(token.start[0])
     return Counter(line for line in lines if line not in texts)
 
 
