@@ -1,12 +1,12 @@
 """ArCHer beside what its paper compares it with: Figures 3, 5 and 7 at the size of this repository.
 
-    python benchmarks/compare.py                      # days of one core; goes on where it was stopped
+    python benchmarks/compare.py                      # thirty hours of one core; goes on where it was stopped
     python benchmarks/compare.py --dry                # the commands, and what of them is done
     python benchmarks/compare.py --worlds twenty-questions-subset --methods ArCHer PPO --jobs 2
     python benchmarks/compare.py --quick              # a minute, and its figures mean nothing
 
 METHODS and ABLATIONS below are the table: a name, a script with its flags, and the settings that were tried.
-Each method may try five. Each is run once in each world, with a seed that is not reported, and the one with
+Each method may try three. Each is run once in each world, with a seed that is not reported, and the one with
 the largest area under the curve of the rollouts' return is taken. All rows have the same number of dialogues
 in a world; both these and CPU-seconds are counted. docs/compare.md explains what comes out.
 
@@ -39,11 +39,15 @@ from tables import half_width, read_lines, read_results, stop, write_results
 FULL, SUBSET, CITY = "twenty-questions", "twenty-questions-subset", "guess-my-city"
 WORLDS = (FULL, SUBSET, CITY)
 SEEDS = {FULL: 3, SUBSET: 5, CITY: 3}  # 1 to this are reported
-DIALOGUES = {FULL: 5120, SUBSET: 7680, CITY: 5120}  # played to learn, in every row
-LEVELS = {FULL: (-12, -10), SUBSET: (-6, -4), CITY: (-12, -10)}  # returns; when are they reached?
+DIALOGUES = {
+    FULL: 896,
+    SUBSET: 1792,
+    CITY: 896,
+}  # played to learn, in every row: those of archer.py's default
+LEVELS = {FULL: (-14, -12), SUBSET: (-8, -6), CITY: (-12, -10)}  # returns; when are they reached?
 TUNING_SEED = 101
-TRIES = 5  # settings that each method may try
-EVALUATIONS = 4  # of a run, and one before it
+TRIES = 3  # settings that each method may try
+EVALUATIONS = 2  # of a run, and one before it
 
 
 @dataclass(frozen=True)
@@ -56,28 +60,23 @@ class Row:
     worlds: tuple[str, ...] = WORLDS
 
 
-LARGE_BUFFER = "--buffer-size 1000 --critic-updates 30 --warmup 4"
-ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", LARGE_BUFFER, "--actor-lr 6e-4 --actor-updates 8")
-PPO = (
-    "--rollouts 16 --minibatch 16",
-    "--rollouts 32",
-    "--rollouts 64",
-    "--rollouts 128",
-    "--rollouts 512 --minibatch 128",
-)
+ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02")
+PPO = ("--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
+LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
+SMALL = "--rollouts 64 --critic-updates 60"  # as archer.py has them
 METHODS = {
     "CHAI": Row(
         "-m baselines.chai",
-        ("", "--critic-lr 1e-3", "--critic-lr 1e-4", "--critic-updates 80", "--critic-pool 256"),
+        (SMALL, f"{SMALL} --critic-lr 1e-3", "--rollouts 64 --critic-updates 120"),
     ),
     "Filtered BC": Row(
         "-m baselines.filtered_bc",
-        ("", "--actor-lr 1e-3", "--actor-lr 1e-4", "--actor-updates 40", "--buffer-size 3000"),
+        ("--rollouts 64", "--rollouts 64 --actor-lr 1e-3", "--rollouts 64 --actor-updates 40"),
     ),
     "PPO": Row("-m baselines.ppo", PPO),
     "LOOP": Row(  # --finish-all 1: none is dropped, as those dropped are long, and their return is low
-        "loop_ppo.py --max-action-tokens 16 --world-threads 1 --finish-all 1",
-        ("", "--lr 5e-4", "--lr 1e-3", "--epochs 4", "--tasks 8 --minibatch 24"),
+        "loop_ppo.py --tasks 8 --max-action-tokens 16 --world-threads 1 --finish-all 1",
+        ("--minibatch 24", "--minibatch 24 --lr 5e-4", "--minibatch 24 --lr 1e-3"),
     ),
     "ArCHer": Row("archer.py", ARCHER),
     "ArCHer, token baseline": Row("archer.py --baseline", ARCHER),
@@ -88,7 +87,10 @@ TABLE_3 = (
 # An encoder reads every state from its beginning: with the usual batches three minutes an iteration, 4 GB.
 FEW = "--critic-batch 8 --critic-pool 64 --actor-batch 16"
 ABLATIONS = {
-    **{f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}") for words in PPO},
+    **{
+        f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
+        for words in PPO + LARGER
+    },
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
     "D2: decoder, random": Row(f"benchmarks/variants.py random {FEW}", (), "ArCHer", (SUBSET,)),
@@ -460,14 +462,14 @@ def area(points: list[dict]) -> float:
 def crossing(points: list[dict], level: float, axis: str) -> float | None:
     """Where on the axis the return first reaches a level; None: never.
 
-    It is the mean of the last 3 iterations; of more, if they have fewer than 384 dialogues, so that small
+    It is the mean of the last 3 iterations; of more, if they have fewer than 192 dialogues, so that small
     iterations do not get there by chance.
     """
     points = [point for point in points if "return" in point]
     if len(points) < 3:
         return None
     per = points[1]["dialogues"] - points[0]["dialogues"]
-    width = max(3, math.ceil(384 / per))
+    width = max(3, math.ceil(192 / per))
     for end in range(width, len(points) + 1):
         if fmean(point["return"] for point in points[end - width : end]) >= level:
             return points[end - 1][axis]

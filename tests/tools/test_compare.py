@@ -79,7 +79,7 @@ def test_the_area_is_the_return_of_the_mean_dialogue():
         ([-9, -9, -7], 128, -6, None),
         ([-1, -1], 128, -6, None),  # too few
         ([-9] * 5 + [-1] * 3 + [-9] * 40, 16, -6, None),  # three small iterations are chance
-        ([-9] * 24 + [-5] * 24, 16, -6, 128 + 16 * (24 + 18)),  # of 384 dialogues three quarters
+        ([-9] * 12 + [-5] * 12, 16, -6, 128 + 16 * (12 + 9)),  # of 192 dialogues three quarters
         ([-9, -5, -5, -5], 512, -6, 128 + 4 * 512),
     ],
 )
@@ -92,14 +92,14 @@ def test_when_a_level_is_reached(returns, per, level, dialogues):
 
 def test_figures_of_three_seeds():
     """Student's t with two degrees of freedom: 4.30 times 1 / sqrt 3."""
-    curves = [a_curve([-8.0, -6.0, -4.0, last]) for last in (-5.0, -4.0, -3.0)]
+    curves = [a_curve([-10.0, -8.0, -6.0, last]) for last in (-7.0, -6.0, -5.0)]
     for points, greedy in zip(curves, (-1.0, -2.0, -3.0), strict=True):
         points[-1] |= {"eval_sampled": -3.0, "eval_greedy": greedy}
     found = compare.figures(SUBSET, curves)
     assert (found["seeds"], found["sampled"], found["sampled_half"]) == (3, -3.0, 0.0)
     assert found["greedy"] == -2.0 and found["greedy_half"] == pytest.approx(4.30 / 3**0.5, abs=1e-3)
-    assert found["area"] == -5.5 and found["area_half"] == pytest.approx(0.25 * 4.30 / 3**0.5, abs=1e-3)
-    assert (found["level_1"], found["level_2"]) == (-6, -4)
+    assert found["area"] == -7.5 and found["area_half"] == pytest.approx(0.25 * 4.30 / 3**0.5, abs=1e-3)
+    assert (found["level_1"], found["level_2"]) == (-8, -6)
     assert found["dialogues_1"] == f"{128 + 3 * 128}" and found["cpu_seconds_1"] == "35"
     assert found["dialogues_2"] == "never" and found["dialogues"] == 128 + 4 * 128
     lost = [{k: v for k, v in point.items() if k != "eval_greedy"} for point in curves[0]]
@@ -134,9 +134,9 @@ def test_a_command(args):
     cell = cell_of(args, "D1: no KL penalty", "--kl 0.02 --actor-lr 6e-4", 3)
     words = " ".join(cell.words())
     assert words.startswith("archer.py --kl 0.02 --actor-lr 6e-4 --kl 0 "), "the row's own flag comes last"
-    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 120 --eval-every 30" in words
+    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 28 --eval-every 14" in words
     loop = cell_of(args, "LOOP", "--tasks 8 --minibatch 24")
-    assert (loop.per, loop.iterations) == (48, 160)
+    assert (loop.per, loop.iterations) == (48, 37)
     chosen = replace(args, start="some/folder")
     assert "--model some/folder" in " ".join(cell_of(chosen, "LOOP").words())
     assert "--actor some/folder" in " ".join(cell_of(chosen, "PPO").words())
@@ -147,16 +147,16 @@ def test_a_command(args):
 
 def test_what_is_finished_is_not_run_again_and_the_rest_goes_on(args):
     done, begun, stopped, new = [cell_of(args, seed=seed) for seed in (1, 2, 3, 4)]
-    a_run(done, 120, [-5.0])
+    a_run(done, 28, [-5.0])
     (a_run(begun, 0) / "summary.json").unlink()
-    a_run(stopped, 60, [-5.0])  # an interrupted run has a summary, too
+    a_run(stopped, 14, [-5.0])  # an interrupted run has a summary, too
     told = []
 
     def start(words):
         told.append(words)
         cell = {str(cell.folder): cell for cell in (begun, stopped, new)}[str(Path(words[-1]).parent)]
         if "--resume" in words:
-            (cell.folder / "run/summary.json").write_text('{"iteration": 120}')
+            (cell.folder / "run/summary.json").write_text('{"iteration": 28}')
 
     new_words = new.words()
     compare.run_cell(done, start)
@@ -187,49 +187,52 @@ def test_the_setting_is_taken_once_all_are_known(args):
     assert {cell.seed for cell in cells.values()} == {compare.TUNING_SEED} - set(range(11))
     *others, last = cells
     for k, setting in enumerate(others):
-        a_run(cells[setting], 120, [-10.0 + k] * 2 + [-5.0])
+        a_run(cells[setting], 28, [-10.0 + k] * 2 + [-5.0])
     assert compare.setting_of(args, SUBSET, "ArCHer") is None
     cells[last].folder.mkdir(parents=True)
     (cells[last].folder / "diverged.txt").touch()
     assert compare.setting_of(args, SUBSET, "ArCHer") == others[-1]
     assert compare.setting_of(args, SUBSET, "D3: no centring") == others[-1], "its own switch alone differs"
-    assert compare.setting_of(args, SUBSET, "PPO, 64 an update") == "", "that has no choice"
+    assert compare.setting_of(args, compare.FULL, "PPO, 64 an update") == "", "that has no choice"
     assert compare.setting_of(args, SUBSET, "PPO") is None
 
 
 def test_what_comes_out(args):
     """CSVs that plot.py draws, a table, and the list of commands."""
-    compare.start_file(args, SUBSET).parent.mkdir(parents=True)
-    compare.start_file(args, SUBSET).write_text(
+    world = compare.FULL
+    args = replace(args, worlds=(world,))
+    compare.start_file(args, world).parent.mkdir(parents=True)
+    compare.start_file(args, world).write_text(
         "temperature 1      return -13.00 ± 0.30  success 0.75  tokens 2.10\n"
         "temperature 0.5    return  -9.50 ± 0.30  success 0.75  tokens 2.10\n"
         "greedy             return  -9.75 ± 0.30  success 0.75  tokens 2.10\n"
         "best: temperature 0.5: return -9.50, success 0.75\n"
     )
     for seed in (1, 2, 3):
-        a_run(cell_of(args, "PPO, 64 an update", seed=seed), 120, [-10.0, -8.0 + seed, -3.0])
+        cell = compare.cell_of(args, world, "PPO, 64 an update", "", seed)
+        a_run(cell, 14, [-10.0, -8.0 + seed, -3.0])
     kept = {"world": "guess-my-city", "method": "ArCHer", "sampled": -6.5}
     tables.write_results(args.out / "compare_summary.csv", [kept])
     table = compare.report(args)
     assert "| start |  |  | -13.00 | -9.75 | - |" in table
     assert "| start: temperature 0.5 |  |  | -9.50 | - | - |" in table
-    assert "| PPO, 64 an update | default | 3 | - | - | -6.33 ± 0.83 | never |" in table
+    assert "| PPO, 64 an update | default | 3 | - | - | -6.33 ± 0.83 | 192 |" in table
     summary = tables.read_results(args.out / "compare_summary.csv")
     assert kept in summary and len(summary) == 4, "a world without runs keeps its lines"
     assert compare.report(args) == table and len(tables.read_results(args.out / "compare_summary.csv")) == 4
-    path = args.out / f"compare_{SUBSET}.csv"
+    path = args.out / f"compare_{world}.csv"
     rows = tables.read_results(path)
     assert len(rows) == 9 and rows[4]["seed"] == 2 and rows[4]["return"] == -6.0
     (mean, *edges) = plot.compared(rows, "dialogues", 1)[1][1:]
     assert mean == -6.0 and edges == pytest.approx([-6 - 4.30 / 3**0.5, -6 + 4.30 / 3**0.5])
-    plot.main(plot.Args(runs=[path], out=args.out / "a.svg", title="the subset"))
+    plot.main(plot.Args(runs=[path], out=args.out / "a.svg", title="the game"))
     text = (args.out / "a.svg").read_text()
-    assert "the subset by dialogues" in text and "the subset by CPU-seconds" in text
+    assert "the game by dialogues" in text and "the game by CPU-seconds" in text
     with pytest.raises(SystemExit):
         plot.main(plot.Args(runs=[path], out=args.out / "a.svg", methods=("DQN",)))
     shown = compare.dry(replace(args, methods=("PPO, 64 an update", "ArCHer"), seeds=(1, 4)))
     assert [line.split()[0] for line in shown.splitlines()[:2]] == ["after", "done"]
-    assert shown.endswith("1 of 7 are done")
+    assert shown.endswith("1 of 5 are done")
 
 
 @pytest.mark.parametrize(
