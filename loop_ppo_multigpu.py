@@ -919,7 +919,7 @@ def main(args: Args) -> dict:
         metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
         if run.is_due(args.eval_every):
             metrics |= evaluate(model, args, "dev", "eval/{}")
-        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and unfinished ones
+        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and unfinished
         samples = [sample_of(t, iteration) for t in told]
         run.log(metrics, shown, samples)
         run.stopped = any(gathered([run.asked]))  # all stop after the same iteration
