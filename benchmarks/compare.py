@@ -39,11 +39,7 @@ from tables import half_width, read_lines, read_results, stop, write_results
 FULL, SUBSET, CITY = "twenty-questions", "twenty-questions-subset", "guess-my-city"
 WORLDS = (FULL, SUBSET, CITY)
 SEEDS = {FULL: 3, SUBSET: 5, CITY: 3}  # 1 to this are reported
-DIALOGUES = {
-    FULL: 896,
-    SUBSET: 1792,
-    CITY: 896,
-}  # played to learn, in every row: those of archer.py's default
+DIALOGUES = {FULL: 896, SUBSET: 1792, CITY: 896}  # played to learn, in every row; archer.py's default has 896
 LEVELS = {FULL: (-14, -12), SUBSET: (-8, -6), CITY: (-12, -10)}  # returns; when are they reached?
 TUNING_SEED = 101
 TRIES = 3  # settings that each method may try

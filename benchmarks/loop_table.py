@@ -16,7 +16,8 @@ sees no test split. With one rate there is nothing to choose.
 Printed is the mean over the seeds at the end of training, sampled at temperature 1 and greedy, with the half
 width of its 95 % interval (Student's t): task goal completion (TGC) and scenario goal completion (SGC) of the
 test splits, in percent. The area is the mean of `rollout/success` over a run. All rows play as many rollouts,
-so it compares what they make of them; so does the number of rollouts until 0.8 of them succeed. The paper's
+so it compares what they make of them; so does the number of rollouts until 0.8 of them succeed. A second
+table has LOOP less each row, paired by seed. The paper's
 figures (Table 2: three runs each, the best checkpoint of each by dev) are of a 32B model in AppWorld: compare
 their order.
 --levels takes so many and so large steps that the ratios leave 1: only then can it matter whether a token, a
@@ -233,6 +234,29 @@ def main_table(rates: dict[str, float], found: dict[str, list[dict]]) -> list[st
     return lines
 
 
+def paired_table(found: dict[str, list[dict]]) -> list[str]:
+    """The lines of a second table: LOOP (token) less each other row, the mean of the seeds' differences."""
+
+    def figures(row: str, name: str) -> list[float | None]:
+        if name == "area":
+            return [area(result) for result in found[row]]
+        if name == "rollouts to 0.8":
+            window = round(3 * LENGTH.get(row, 1))
+            return [rollouts_to(result, window=window) for result in found[row]]
+        return [100 * result[COLUMNS[name]] for result in found[row]]
+
+    def less(row: str, name: str) -> str:
+        pairs = list(zip(figures("LOOP (token)", name), figures(row, name), strict=True))
+        if any(None in pair for pair in pairs):
+            return "-"
+        return interval([ours - theirs for ours, theirs in pairs], digits=1 - (name == "rollouts to 0.8"))
+
+    names = ("normal TGC", "normal TGC, greedy", "area", "rollouts to 0.8")
+    lines = [f"| LOOP (token) less | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
+    rows = [row for row in found if row != "LOOP (token)"]
+    return lines + [f"| {row} | {' | '.join(less(row, name) for name in names)} |" for row in rows]
+
+
 def levels_table(found: dict[tuple[str, float], list[dict]]) -> list[str]:
     """The lines of the table of levels: `found` has the results of each row and rate, a dict a seed."""
     tests = ("test_normal_success", "test_challenge_success")
@@ -300,7 +324,7 @@ def main(args: Args) -> str:
         lines = levels_table(found)
     else:
         of_rows = {row: found[row, rate] for row, rate in cells}
-        lines = main_table(rates, of_rows)
+        lines = [*main_table(rates, of_rows), "", *paired_table(of_rows)]
         if args.curves:
             draw_curves(of_rows, args.curves)
     table = "\n".join(lines)

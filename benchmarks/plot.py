@@ -4,12 +4,14 @@
     python benchmarks/plot.py runs/* --metric eval/return --mark "best possible=-6.78" --table
     python benchmarks/plot.py runs/* --metric rollout/return actor/kl actor/entropy --out health.svg
     python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer
+    python benchmarks/plot.py runs/* --smooth 3 --reach -14 -13
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
 where the shortest of them has come. A line is named by its script, if there are several, and by the arguments
 in which runs of one script differ.
 The third draws a panel for each metric. The fourth draws what benchmarks/compare.py has written: return by
-dialogues and, beside it, by CPU-seconds.
+dialogues and, beside it, by CPU-seconds. The last prints, for each run, dialogues / CPU-seconds until the
+metric first reached each level.
 """
 
 import json
@@ -34,6 +36,7 @@ class Args:
     out: Path | None = None  # the picture, an SVG
     methods: tuple[str, ...] = ()  # of a CSV: those that are drawn, in this order; none: all
     table: bool = False  # print each line's first and last value
+    reach: tuple[float, ...] = ()  # levels: print when the mean of --smooth iterations reaches each
 
 
 def read(run: Path, metric: str) -> tuple[dict, dict[int, float]]:
@@ -136,6 +139,27 @@ def table_of(metric: str, groups: dict[str, list[dict[int, float]]]) -> list[str
     return lines
 
 
+def reach_of(run: Path, args: Args) -> str:
+    """A line of markdown: dialogues / CPU-seconds until the metric, a running mean, reaches each level."""
+    arguments, points = read(run, args.metric[0])
+    rows = {row["iteration"]: row for row in read_lines(run / "metrics.jsonl")}
+    if "rollouts" not in arguments or not (run / "summary.json").exists():
+        stop(f"{run}: --reach takes runs that have ended, of scripts that play dialogues")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    per = arguments["rollouts"] * arguments.get("tasks", 1)  # LOOP plays some rollouts of each task
+    first = summary["episodes"] - summary["iteration"] * per  # dialogues before the first iteration
+    full = list(average(points, args.smooth).items())[args.smooth - 1 :]
+    cells = []
+    for level in args.reach:
+        places = [iteration for iteration, value in full if value >= level]
+        if not places:
+            cells.append("never")
+            continue
+        dialogues = first + places[0] * per
+        cells.append(f"{dialogues:,} / {rows[places[0]]['time/cpu_seconds']:,.0f}")
+    return f"| {arguments['script']}, seed {arguments['seed']} | {' | '.join(cells)} |"
+
+
 def main(args: Args) -> str:
     """Draws and prints; returns the table as markdown."""
     if args.smooth < 1:
@@ -146,6 +170,14 @@ def main(args: Args) -> str:
         return ""
     if len(args.metric) > 1 and (args.mark or args.title):
         stop(f"{'--mark' if args.mark else '--title'}: belongs to one metric, draw that alone")
+    if args.reach:
+        print(
+            f"| | {' | '.join(f'{level:g}' for level in args.reach)} |",
+            "|---" * (1 + len(args.reach)) + "|",
+            sep="\n",
+        )
+        print(*(reach_of(run, args) for run in args.runs), sep="\n")
+        return ""
     panels, lines = {}, []
     for metric in args.metric:
         found = [read(run, metric) for run in args.runs]

@@ -62,6 +62,26 @@ def test_the_quick_table(tmp_path):
     assert "| warm start |" in text and "66.4 / 47.5 / 41.7 / 24.4" in text
 
 
+def test_differences_are_paired_by_seed():
+    """Seeds that differ by 1, 2, 3 points and as many times 96 rollouts; a row that never gets there."""
+    assert loop_table.interval([1.0, 2.0, 3.0]) == "2.0 ± 2.5"
+
+    def result(success: float, curve: list[float]) -> dict:
+        keys = ("test_normal_success", "test_normal_success_greedy")
+        return dict.fromkeys(keys, success) | {"curve rollout/success": curve, "episodes": 96 * len(curve)}
+
+    late = [[0.0] * (3 - n) + [100.0] * (5 + n) for n in range(3)]
+    found = {
+        "LOOP (token)": [result(0.5, [100.0] * 8) for _ in range(3)],
+        "GRPO": [result(0.5 - 0.01 * (3 - n), curve) for n, curve in enumerate(late)],
+        "RLOO": [result(0.5, [0.0] * 8) for _ in range(3)],
+    }
+    lines = loop_table.paired_table(found)
+    area = loop_table.interval([37.5, 25.0, 12.5])
+    assert lines[2] == f"| GRPO | 2.0 ± 2.5 | 2.0 ± 2.5 | {area} | -192 ± 238 |"
+    assert lines[3] == "| RLOO | 0.0 ± 0.0 | 0.0 ± 0.0 | 100.0 ± 0.0 | - |"
+
+
 def test_a_cell_that_was_interrupted_is_no_result(tmp_path, monkeypatch):
     """The script ends with a summary then, too, and with exit code 0."""
     args = loop_table.Args(runs=tmp_path / "runs", iterations=8)

@@ -66,6 +66,31 @@ def test_each_metric_has_a_picture_and_a_table_of_its_own(tmp_path):
     assert text.count("rollout/return") == 1 and text.count("actor/kl") == 1 and text.count("iterations") == 2
 
 
+def test_when_a_level_is_reached(tmp_path, capsys):
+    """By the mean of three iterations, of 4 dialogues each and 4 before them; LOOP plays 2 tasks."""
+    run = a_run(tmp_path, "1", [-9.0, -3.0, -6.0, -6.0, -3.0], seed=7, rollouts=4)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = [row | {"time/cpu_seconds": 1000.4 * row["iteration"]} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
+    args = plot.Args(runs=[run], smooth=3, reach=(-6.0, -5.0, -1.0))
+    with pytest.raises(SystemExit):
+        plot.main(args)
+    assert "runs that have ended" in capsys.readouterr().err
+    (run / "summary.json").write_text(json.dumps({"iteration": 5, "episodes": 24}))
+    plot.main(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "| | -6 | -5 | -1 |",
+        "|---|---|---|---|",
+        "| archer, seed 7 | 16 / 3,001 | 20 / 4,002 | never |",
+    ]
+    about = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps(about | {"tasks": 2}))
+    (run / "summary.json").write_text(json.dumps({"iteration": 5, "episodes": 40}))
+    plot.main(args)
+    assert "| 24 / 3,001 | 32 / 4,002 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
