@@ -220,7 +220,7 @@ def effective_share(weight_N):
     >>> effective_share(torch.tensor([3.0, 3.0, 0.0, 0.0])).item()
     0.5
     """
-    weight_N = weight_N.double()  # squares may overflow float32
+    weight_N = weight_N.cpu().double()  # squares may overflow float32
     return weight_N.mean() ** 2 / (weight_N**2).mean()
 
 

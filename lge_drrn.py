@@ -276,7 +276,7 @@ def sample_action(q_A, temperature, u):
     >>> sample_action(q_A, 1.0, 0.6), sample_action(q_A, 99.0, 0.6)
     (0, 1)
     """
-    p_A = (q_A / temperature).double().softmax(0)  # E4
+    p_A = (q_A.cpu() / temperature).double().softmax(0)  # E4
     total_A = p_A.cumsum(0)
     place = int((total_A <= u).sum())
     return min(place, len(q_A) - 1)  # the last total may be rounded below 1

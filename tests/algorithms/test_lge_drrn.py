@@ -767,6 +767,16 @@ def test_by_default_it_plays_in_the_school_with_the_ready_made_guide(tmp_path):
         lge_drrn.complete(Args(env="nowhere"))
 
 
+@pytest.mark.parametrize("name", ["steps", "top_k", "copy_every", "memory"])
+def test_what_counts_from_one_is_told_so_before_anything_is_written(name, tmp_path):
+    """No steps leave nothing to report, and -1 of the nearest actions are all but one."""
+    args = Args(runs=str(tmp_path / "runs"), **{name: -2 if name == "top_k" else 0})
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"^{flag} (0|-2): it must be at least 1$"):
+        lge_drrn.main(args)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_run_in_the_school(tmp_path):
     """With the ready-made guide 50 actions are left, and the ways; without one all that are valid."""
     small = {

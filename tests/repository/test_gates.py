@@ -747,6 +747,7 @@ NOT_HERE = {  # part of a command: what it needs that no test has
     "detective": "a copy of detective.z5",
     "bert-base-uncased": "the weights of BERT",
     "openenv": "an OpenEnv server",
+    "--authors": "the repository of ArCHer's authors",
     "smollm2.sh": "SmolLM2's weights; tests/tools/test_smollm2.py runs it with a tiny model",
     "--train-variations 0": "all of ScienceWorld's variations, which take hours to make",
 }
