@@ -3,17 +3,21 @@
     python lge_drrn.py                  # in the school, a small world of our own: a minute on one core
     python lge_drrn.py --guide none     # plain DRRN
     python guide_simcse.py --env scienceworld                  # the guide, once
-    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes; test score 55, 62, 47
+    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes; seeds 1 to 3: 55, 62, 47
+    # nearer to the paper, which we have not run:
     python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all as text.
 The guide, from guide_simcse.py, knows only the task: of hundreds of valid actions it keeps the nearest 50.
 
 Paper: Golchha et al. 2024, arXiv:2403.03141; the explorer: He et al. 2016, arXiv:1511.04636
+Authors' code: github.com/hitzkrieg/drrn-scienceworld-clone
   E1  Q(s,a) = w relu(W [GRU_o(o), GRU_l(l), GRU_i(i), GRU_a(a)] + b) + c sec. 3.1.1        DRRN
-  E2  y = r + gamma * max_a' Q(s',a'); after success or failure y = r     Alg. 1, A.1.3     q_target
+  E2  y = r + gamma * max_a' Q(s',a')                                     Alg. 1            q_target
+      after success or failure y = r                                      authors' code
   E3  Huber loss of Q(s,a) - y, mean of a batch; Alg. 1 sums              Alg. 1, A.1.3     learn
-  E4  pi(a|s) ~ exp Q(s,a) / temperature; argmax in evaluation            Alg. 1, 3.1.1     sample_action
+  E4  pi(a|s) ~ exp Q(s,a) / temperature (sec. 3.1.1: pi ~ Q)             Alg. 1            sample_action
+      argmax in evaluation                                                sec. 3.1.1        choose
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D1  Targets and actions come from a copy of the network, renewed every 50 updates (--copy-every 1): a text
@@ -78,40 +82,43 @@ class Args:
     seed: int = 1  # seed of everything random in the run; 0 or more
     steps: int = -1  # per world; -1: the world's default in SETTINGS (paper: 100,000)
     worlds: int = 8  # worlds played in parallel (paper: 8, A.1.3)
-    step_limit: int = -1  # actions after which an episode is truncated; -1: as of steps (paper: 100)
+    step_limit: int = -1  # actions after which an episode is truncated; -1: the world's (paper: 100)
     simplifications: Literal["", "easy"] = "easy"  # those of the world (authors' flag: easy)
     runs: str = "runs"  # folder in which the run's own folder is created
     name: str = ""  # label of the run, a part of its folder's name
     resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 1  # CPU threads of the network; with one, resuming is exact to the bit
+    threads: int = 1  # CPU threads; with one, resuming after a kill is exact to the bit, after Ctrl-C not
     log_every: int = 100  # steps between lines of metrics
 
     # --- model
     guide: str = "auto"  # a guide's folder; auto: the newest in --runs, or the one supplied; none: plain DRRN
     explorer: Literal["drrn", "random"] = "drrn"  # random: uniform over the actions that the guide keeps
-    hidden: int = -1  # size of embeddings and GRUs; -1: as of steps (paper: 128)
-    vocabulary: int = -1  # size of the byte-pair vocabulary (D5); -1: as of steps
+    hidden: int = -1  # size of embeddings and GRUs; -1: the world's (paper: 128)
+    vocabulary: int = -1  # size of the byte-pair vocabulary (D5); -1: the world's
     vocabulary_steps: int = 50  # random steps of each world that yield the text to train the vocabulary on
 
     # --- data
     memory: int = 100_000  # transitions in the replay memory (paper: 100,000)
     priority: Literal["gain", "released"] = "gain"  # what is prioritised: rewards above 0, or nothing (D3)
-    priority_fraction: float = 0.5  # priority part of the memory and of a batch (paper: 0.5; 0: none)
+    priority_fraction: float = (
+        0.5  # priority part of the memory and of a batch, below 1 (paper: 0.5; 0: none)
+    )
 
     # --- algorithm
     top_k: int = 50  # actions that the guide keeps (paper: 50)
     prune_navigation: bool = False  # also prune "go to ..." and "teleport to ..." (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prune)
-    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: from 0 to 1 over the steps
-    target_actions: Literal["valid", "pruned"] = "valid"  # a' in E2; pruned: as the authors' code claims
+    # increasing: from 0 to 1 over the steps, in evaluations, too: that at the end is without the guide
+    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"
+    target_actions: Literal["valid", "pruned"] = "valid"  # a' in E2: all valid ones (Alg. 1), or the guide's
     batch: int = 64  # transitions per update; one update per step of the worlds (authors' default: 64)
     lr: float = 1e-3  # Adam's initial learning rate (D7; paper: 1e-4)
     lr_end: float = 1e-4  # final learning rate; the decay is linear (D7)
     huber_delta: float = 100.0  # error in points above which E3 is linear (D9; paper: 1)
     bound_targets: bool = True  # bound values by the points still to be won (D8)
-    gamma: float = -1.0  # discount; -1: as of steps (authors' default: 0.9)
-    temperature: float = -1.0  # temperature of E4, in points; -1: as of steps (paper: 1)
+    gamma: float = -1.0  # discount; -1: the world's (authors' default: 0.9)
+    temperature: float = -1.0  # temperature of E4, in points; -1: the world's (paper: 1)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates between renewals of the copy (D1)
 
@@ -522,7 +529,7 @@ def choose(explorer, guide, views, epsilon, rng, is_greedy=False):
     for view, actions, q_A in zip(views, candidates, q, strict=True):
         place = int(q_A.argmax())
         if not is_greedy:
-            place = sample_action(q_A, guide.args.temperature, rng.random())  # E4
+            place = sample_action(q_A, guide.args.temperature, rng.random())  # E4; the run's arguments
         choices.append(Choice(view, int(actions[place]), q_A))
     return choices
 
@@ -600,6 +607,7 @@ def learn(network, target, optimizer, batch, texts, args):
     action_NH = network.encode_action(texts, columns.action)
     q_N = network.q(state_NH, action_NH)
 
+    # three columns in one tensor, so that one copy brings them to the device
     figure_3N = torch.tensor((columns.reward, columns.terminated, columns.left), dtype=torch.float32)
     reward_N, terminated_N, left_N = figure_3N.to(q_N.device)
     with torch.no_grad():
@@ -737,7 +745,7 @@ def main(args: Args) -> dict[str, float]:
         if not (is_evaluated or run.stopped or run.is_due(args.log_every)):
             continue
         metrics = runs.means(logs)
-        curve = runs.means([*run.metrics, metrics])  # lines cover as many steps, if --log-every divides all
+        curve = runs.means([*run.metrics, metrics])  # fair if --log-every divides the other two
         metrics["rollout/area"] = curve.get("rollout/score", 0)
         metrics["rollout/first_success"] = run.state["first_success"]
         metrics["memory/priority"] = len(replay_buffer.priority.rows)

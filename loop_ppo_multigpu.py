@@ -10,7 +10,7 @@ K rollouts of each task start from the same state. The advantage of every token 
 rollout is the rollout's return minus the mean return of the others. There is no value network, and only E7
 needs a reference model.
 
-Paper: Chen et al. 2025, arXiv:2502.01600
+Paper: Chen et al. 2025, arXiv:2502.01600; release: the authors' code, github.com/apple/ml-loop
   E1  A_k = R_k - mean of the others = K/(K-1) (R_k - mean R)       Eq. 3      leave_one_out
   E2  min(w A, g(A)),  g(A) = A + eps |A|                           Eq. 4      surrogate
   E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 5, 10  log_ratios, --level token
@@ -18,13 +18,17 @@ Paper: Chen et al. 2025, arXiv:2502.01600
   E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   log_ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
+The loss of a rollout is the mean of -E2 + kl E7 over its M tokens. So at w = 1 the gradient of a token's
+log pi weighs A / M with --level token, A times its turn's length / M with turn, and A with trajectory, as in
+RLOO's Eq. 2, a sum; --epochs 1 --minibatch 0 alone takes its mean.
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 Differs from the paper; the option in brackets undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama trained on flawed solutions (--model) instead of a 32B model that can code.
   D2  It trains on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr): late steps then undo less.
-  D4  E7, too, leaves out rollouts with |A| < 0.01 (--min-advantage 0); the paper does not say what it does.
-  D5  E6 divides R - mean R, as GRPO's paper does, by the deviation with K - 1; LOOP's divides E1.
+  D4  E7, too, leaves out rollouts with |A| < 0.01; the paper does not say what it does. --min-advantage 0
+      keeps them in E7, and in E2 as well.
+  D5  E6 divides R - mean R, as GRPO's paper does, by the deviation with K - 1. LOOP's paper divides E1.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
   D7  In AppWorld the paper's prompt has a worked example, and the turn limit is a failure; here the prompt
       is short, and the limit is graded.
@@ -70,7 +74,7 @@ class Args:
 
     # --- model
     model: str = ""  # causal LM: folder or Hugging Face name; "" takes the world's in checkpoints/ (D1)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; losses and adapters stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 learns with --lora only
     lora: bool = False  # train only low-rank adapters; needs the package peft
     lora_rank: int = 16  # rank of the adapters; their alpha is twice that (paper: rank 16, alpha 32)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
@@ -83,7 +87,7 @@ class Args:
     worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations, in whole groups
     temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
-    context: int = 2048  # tokens after which a rollout is cut off, at most the model's (paper: 32,000)
+    context: int = 2048  # tokens of a rollout, which ends where no turn may fit; at most the model's (32,000)
     finish_all: float = 0.9  # stop when this share of those a process plays has ended ... (paper: 0.9)
     finish_each: int = 4  # ... and this number for each task; the others leave their group (paper: 4)
 
@@ -146,7 +150,7 @@ def padded(rows: list[list[int]]) -> torch.Tensor:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B rows of a batch, R of them that a forward pass reads, T tokens of a row, Q of them
-# that a pass reads; sampled tokens: M of a rollout, N of a batch (in sample_tokens, one a row), C of a chunk;
+# that a pass reads; sampled tokens: M of a rollout, N of a batch (one a row in sample_tokens), C of a chunk;
 # K rollouts of a task, P tasks, V vocabulary, H hidden size, D size of an attention head.
 def leave_one_out(return_K) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
@@ -172,7 +176,8 @@ def log_ratios(logp_M, old_logp_M, lengths: list[int], level: str):
 
 
 def surrogate(w_M, advantage_M, clip, lower_bound="minus") -> torch.Tensor:
-    """E2: min(w A, g(A)) [M]. g(A) is w A at the bound of w: (1+eps) A where A > 0, (1-eps) A where A < 0.
+    """E2: min(w A, g(A)) [M]; `clip` is eps. g(A) is w A at the bound of w: (1+eps) A where A > 0, and where
+    A < 0 (1-eps) A or, if `lower_bound` is "over", A / (1+eps).
 
     >>> surrogate(torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25).tolist()
     [1.25, -2.0, 0.5, -0.75]
@@ -240,15 +245,16 @@ class Memory:
             rows = slice(None)
         size_R = size_B[rows]
         ids_RQ = padded(pieces)[rows]
-        column_BQ = self.length_B[:, None] + torch.arange(Q)
-        column_RQ = column_BQ[rows]
+        column_RQ = self.length_B[rows, None] + torch.arange(Q)
 
         cache = Pass(self.stored, rows, column_RQ)
-        visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]
+        visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]  # [R, 1, Q, columns]
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ.clamp(max=self.model.context - 1),  # padding may be beyond the last one
-            attention_mask=models.mask_of(self.model, visible),  # has four axes, so it is used as it is
+            attention_mask=models.mask_of(
+                self.model, visible
+            ),  # transformers takes one of four axes as it is
             past_key_values=cache,
             use_cache=True,
         )
@@ -463,9 +469,10 @@ def sample_tokens(logits_NV, u_N, greedy):
 def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, may_drop=False):
     """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory for each.
 
-    There is a seed of its world and one of its tokens for each.
+    There is a seed of its world and one of its tokens for each. With `may_drop` the slowest are stopped, as
+    --finish-all and --finish-each say.
     """
-    u_NT = models.uniform(models.streams(token_seeds), args.context)
+    u_NT = models.uniform(models.streams(token_seeds), args.context)  # a row for each rollout
     u_NT = u_NT.numpy()  # a list would be eight times as large
     n = len(worlds)
     played = []
@@ -645,8 +652,8 @@ def score(model, trajectories, args):
 
     Those of this process alone; so all have about as many rollouts, and of about the same lengths.
 
-    Logits are computed at sampled tokens only, a chunk at a time, and with --gradient-checkpointing again in
-    the backward pass: [B, T, V] never exists.
+    Logits are computed at sampled tokens only, a chunk at a time. With --gradient-checkpointing only those of
+    one chunk exist at once, as the backward pass computes them again; else those of a micro-batch [N, V] do.
     """
     by_length = sorted(trajectories, key=lambda t: len(t.ids))[runs.rank() :: runs.processes()]
     head = partial(models.logits_of, model)

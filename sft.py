@@ -57,7 +57,7 @@ class Args:
     vocabulary: int = 4000  # size of its vocabulary, at most: words, numbers, pieces of words, bytes
     phrases: int = 0  # additional tokens for the most frequent whole lines
     context: int = 2048  # most tokens of a dialogue
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; losses and adapters stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 learns with --lora only
     lora: bool = False  # train only low-rank adapters; needs the package peft
     lora_rank: int = 16  # rank of the adapters; their alpha is twice that
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
