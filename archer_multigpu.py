@@ -17,19 +17,20 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
       with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
-Differs from the paper; the option in brackets undoes it (docs/archer.md gives the reasons at length):
+Differs from the paper (docs/archer.md gives the reasons at length); an option in brackets undoes it:
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts into gibberish.
   D2  The critic is a decoder and starts from the actor's weights (--critic roberta-base); sec. 5.5 has both.
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
   D4  The V heads start at the mean discounted return of the first dialogues instead of zero.
-  D5  Learning rates, batches, buffer, warm-up and numbers of updates suit a tiny model. The rates in Table 3
-      are those of the authors' code times 32.
+  D5  Learning rates, batches, dialogues per iteration, buffer, warm-up and numbers of updates suit a tiny
+      model. The rates in Table 3 are 32 times those that the authors give to Adam: their code sums the
+      gradients of 32 small batches without dividing, which makes no difference to Adam.
   D6  The actor's learning rate decays linearly towards zero (--no-anneal-lr): late noise then undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
       it is a separate network with 60 updates per iteration.
   D9  Q is V plus a learned advantage, a linear function of the utterance's hidden state that starts at zero
-      (of an encoder: an MLP): the value of a state is learned once, not twice.
+      and for an encoder is an MLP: the value of a state is learned once, not twice.
 """
 
 import copy
@@ -76,7 +77,7 @@ class Args:
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
     # --- algorithm
-    micro_batch: int = 16  # dialogues of an update that are in memory at a time; the result is the same
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; the same but for rounding
     critic_lr: float = 3e-4  # Adam's learning rate (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
     critic_updates: int = 60  # per iteration, each followed by a Polyak step of the target (paper: 50)
     critic_batch: int = 16  # dialogues per update of the critic (paper: 256 utterances)
@@ -103,6 +104,8 @@ class Args:
 # A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one comes after the end. The N actions of a
 # batch of dialogues are numbered consecutively, and so are the N states in which they were taken.
+# `with_fresh` adds an utterance that the present actor writes in each of a dialogue's n states: "fresh_ids",
+# its token ids [n][...], and "fresh", its text [n]. The actor learns on the ids; the critic judges the text.
 class Span(NamedTuple):
     """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
@@ -125,7 +128,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
+            # So does an empty reply: s' would end with the action's end token, where Q(s,a) is read, too.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -423,7 +426,7 @@ def own_part(items):
 
 
 def spoken(tokenizer, ids):
-    """The part of an utterance that counts: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped. The world may cut a very long one."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -489,14 +492,14 @@ class Memory:
 def generate(memory, rows, starts, args, streams, greedy=False):
     """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
-    Each row is read once for all its states. Returns ids [N][...], with the end token unless cut before it,
-    and log-probs [N].
+    Each row is read once for all its states. A start lies behind what `memory` has already read of the row.
+    Returns ids [N][...], with the end token unless cut before it, and log-probs [N].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
     start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, S = start_BS.shape
-    before_BS = start_BS - 1 - position_BT[:, :1]
+    before_BS = start_BS - 1 - position_BT[:, :1]  # a state's last token, from the first one just read
     hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
@@ -543,8 +546,9 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     seeds = own_part(seeds)
     worlds.reset(seeds=seeds, indices=indices and own_part(indices))
     streams = models.streams(seeds)
-    # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
-    # Only where a token is a whole sentence (sft.py --phrases) can it be more, and a row outgrow the context.
+    # Room for the action as lay_out will tokenise its text anew, which may take more tokens: a sampled byte
+    # that is no UTF-8 is decoded as U+FFFD, which is three bytes; and the end token comes on top. Only where
+    # a token is a whole sentence (sft.py --phrases) can it be even more, and a row outgrow the context.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))
@@ -660,12 +664,11 @@ def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
     p_MV = logp_MV.exp()
     kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact, given a_<i
     kl = kl_M.sum() / len(fresh)
-    cost_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the actor also decides which a_<i come up
+    subtracted_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the actor also decides which a_<i come up
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
-    subtracted_M = cost_M
     if args.baseline:
-        subtracted_M = cost_M + baseline_M  # E5
+        subtracted_M = subtracted_M + baseline_M  # E5
     policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
     entropy = -(p_MV * logp_MV).sum() / len(fresh)
     return policy_loss, vtok_loss, kl, entropy
@@ -771,7 +774,8 @@ def main(args: Args) -> dict[str, float]:
     critic = Critic(body, value, args.dtype).to(args.device)
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     width = models.width_of(actor)
-    baseline = mlp(width, width, 0.0).to(args.device)  # always trained: its loss tells of E5
+    # Trained without --baseline, too: if actor/baseline_loss is below advantage_std squared, E5 would help.
+    baseline = mlp(width, width, 0.0).to(args.device)
     trained = [*actor.parameters(), *baseline.parameters()]
     actor_optimizer = torch.optim.AdamW(trained, lr=args.actor_lr, weight_decay=0.0)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
@@ -792,7 +796,7 @@ def main(args: Args) -> dict[str, float]:
         replay_buffer += played
         del replay_buffer[: -args.buffer_size]
 
-        # 2. the critic; the actor is fixed here, so its utterances for E2 are sampled once for all updates
+        # 2. the critic; the actor is fixed here, so its utterances for E2 are sampled once (D7)
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement
         pool = with_fresh(pool, actor, args, rng)
         critic_optimizer.param_groups[0]["lr"] = args.critic_lr  # --resume may come with a new rate

@@ -101,16 +101,15 @@ class Args:
     # --- data
     memory: int = 100_000  # transitions in the replay memory (paper: 100,000)
     priority: Literal["gain", "released"] = "gain"  # what is prioritised: rewards above 0, or nothing (D3)
-    priority_fraction: float = (
-        0.5  # priority part of the memory and of a batch, below 1 (paper: 0.5; 0: none)
-    )
+    priority_fraction: float = 0.5  # priority part of memory and batch, below 1 (paper: 0.5; 0: none)
 
     # --- algorithm
     top_k: int = 50  # actions that the guide keeps (paper: 50)
     prune_navigation: bool = False  # also prune "go to ..." and "teleport to ..." (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prune)
-    # increasing: from 0 to 1 over the steps, in evaluations, too: that at the end is without the guide
-    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"
+    epsilon_schedule: Literal["fixed", "increasing"] = (
+        "fixed"  # increasing: 0 to 1, so the last test is unguided
+    )
     target_actions: Literal["valid", "pruned"] = "valid"  # a' in E2: all valid ones (Alg. 1), or the guide's
     batch: int = 64  # transitions per update; one update per step of the worlds (authors' default: 64)
     lr: float = 1e-3  # Adam's initial learning rate (D7; paper: 1e-4)

@@ -80,9 +80,7 @@ class Args:
     temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
     context: int = 2048  # tokens of a rollout, which ends where no turn may fit; at most the model's (32,000)
-    finish_all: float = (
-        0.9  # training stops when this share of those played together has ended ... (paper: 0.9)
-    )
+    finish_all: float = 0.9  # in training, stop when this share of those played together has ended ... (0.9)
     finish_each: int = 4  # ... and this number for each task; the others leave their group (paper: 4)
 
     # --- algorithm

@@ -100,7 +100,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
+            # So does an empty reply: s' would end with the action's end token, where Q(s,a) is read, too.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -249,7 +249,7 @@ def mlp(inputs, width, value):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that counts: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped. The world may cut a very long one."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 

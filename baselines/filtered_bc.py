@@ -92,7 +92,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply also starts a new row: V(s') would otherwise share its token with Q(s,a).
+            # So does an empty reply: s' would end with the action's end token, where Q(s,a) is read, too.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -176,7 +176,7 @@ def score_actions(actor, dialogues, temperature, dtype):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that counts: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped. The world may cut a very long one."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -242,14 +242,14 @@ class Memory:
 def generate(memory, rows, starts, args, streams, greedy=False):
     """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
-    Each row is read once for all its states. Returns ids [N][...], with the end token unless cut before it,
-    and log-probs [N].
+    Each row is read once for all its states. A start lies behind what `memory` has already read of the row.
+    Returns ids [N][...], with the end token unless cut before it, and log-probs [N].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
     start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, S = start_BS.shape
-    before_BS = start_BS - 1 - position_BT[:, :1]
+    before_BS = start_BS - 1 - position_BT[:, :1]  # a state's last token, from the first one just read
     hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
@@ -295,8 +295,9 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
-    # Only where a token is a whole sentence (sft.py --phrases) can it be more, and a row outgrow the context.
+    # Room for the action as lay_out will tokenise its text anew, which may take more tokens: a sampled byte
+    # that is no UTF-8 is decoded as U+FFFD, which is three bytes; and the end token comes on top. Only where
+    # a token is a whole sentence (sft.py --phrases) can it be even more, and a row outgrow the context.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))

@@ -1,7 +1,7 @@
 """PPO on tokens: the on-policy baseline that ArCHer is compared with, in one file.
 
     python -m baselines.ppo --env twenty-questions-subset
-    python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 10 --actor-lr 6e-6 --actor FOLDER
+    python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 20 --actor-lr 6e-6 --actor FOLDER
     python -m baselines.ppo --resume runs/...
 
 Every token that the actor writes is an action, including the one that ends a turn; the world's replies are
@@ -13,12 +13,14 @@ Paper: Schulman et al. 2017, arXiv:1707.06347; as a baseline Zhou et al. 2024, a
   E1  A_t = delta_t + gamma lambda A_t+1,  delta_t = r_t + gamma V_t+1 - V_t    Eq. 11, 12   gae
   E2  min(w A, clip(w, 1 - eps, 1 + eps) A),  w = pi / pi_old                   Eq. 7        clipped_loss
   E3  (V - R)^2,  R = A + V_old                                                 Eq. 9        update
-Differs from the second paper, or from the code that it used (LMRL-Gym's); the option in brackets undoes it:
+Differs from the second paper, or from the code that it used (LMRL-Gym's); an option in brackets undoes it:
   D1  gamma applies once per turn, at its last token, as in archer.py; there it applies at every token.
   D2  Learning rates, batches and epochs are tuned for a tiny model; Table 3 has others (second command).
-  D3  The value network is a separate model; there it is a head on the actor, and its steps are clipped.
+  D3  The value network is a separate model; there it is a head on the actor, trained with one loss, and a
+      value may move by at most 0.2 from the old one.
   D4  It starts at the mean discounted return of the first dialogues instead of zero.
-  D5  No KL penalty (--kl 0.05: of each token); there 0.001 log pi / pi_start is subtracted from the rewards.
+  D5  No KL penalty; there 0.001 (log pi - log pi_start) is subtracted from the reward of each token. --kl
+      adds another one to the loss: the exact KL from the initial actor, averaged over tokens.
   D6  Both learning rates decay linearly towards zero (--no-anneal-lr).
 """
 
@@ -62,7 +64,7 @@ class Args:
     actor_lr: float = 3e-4  # Adam's learning rate (paper: 6e-6; Guess My City 6e-4; D2)
     critic_lr: float = 3e-4  # learning rate of the value network
     anneal_lr: bool = True  # both learning rates decay linearly towards zero (D6)
-    epochs: int = 4  # passes over the dialogues of an iteration (paper: 10 on the subset, 20, 4; D2)
+    epochs: int = 4  # passes over an iteration's dialogues (paper: 20; subset 10, Guess My City 4; D2)
     minibatch: int = 32  # dialogues per step (paper: 1,024; D2)
     gamma: float = 0.95  # discount per turn (D1; paper: 0.95)
     gae_lambda: float = 0.95  # lambda of E1, per token (paper: 0.95)
@@ -82,7 +84,7 @@ class Args:
 # Here it also has the actions' token ids, "ids" [n][...]; and after `judge`, for the m tokens of all its
 # actions, "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
 class Span(NamedTuple):
-    """Where an action is: columns start to stop - 1 of a row, including its end token."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token, if it has one."""
 
     row: int
     start: int
@@ -92,6 +94,7 @@ class Span(NamedTuple):
 def lay_out(dialogues, tokenizer):
     """Tokenises dialogues into rows of ids, in which each action keeps the tokens that were sampled.
 
+    So a row also has what `spoken` leaves out, and no end token behind an action that was cut off.
     A row continues while each observation only appends to the text; one that rewrites it starts a new row.
     Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
     next action.
@@ -102,7 +105,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply also starts a new row, as in archer.py.
+            # An empty reply also starts a new row: after an empty action it looks like a text written anew.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -132,7 +135,7 @@ def pad(rows, value=0):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
-# B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
+# B rows, T columns, C columns of the cache, L tokens of an utterance at most.
 def gae(rewards, discounts, values, gae_lambda):
     """E1: advantages of the tokens of concatenated dialogues; the discount of a dialogue's last token is 0.
 
@@ -226,7 +229,7 @@ def mlp(inputs, width, value):
 
 # ---------------------------------------------------------- 5. rollouts
 def spoken(tokenizer, ids):
-    """The part of an utterance that counts: its first line, stripped."""
+    """The part of an utterance that counts: its first line, stripped. The world may cut a very long one."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text.split("\n", 1)[0].strip()
 
@@ -245,52 +248,90 @@ def sample_tokens(logits_NV, u_N, greedy):
     return token_N1[:, 0], logp_N1[:, 0]
 
 
+UNSEEN = 2**30  # position of a cached token that is hidden from all others
+
+
+class Memory:
+    """A decoder's key-value cache for some named rows, kept while the rows grow."""
+
+    def __init__(self, actor, names):
+        self.actor = actor
+        self.rows = {name: [] for name in names}  # the token ids that were read
+        self.cache = transformers.DynamicCache()
+        self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
+
+    def read(self, rows, dtype):
+        """Reads what is new in each row {name: token ids}; a row that is not given is dropped.
+
+        Returns the last layer's hidden states of the new tokens [B, T, H] and their positions [B, T].
+        """
+        columns = self.position_BC.shape[1]
+        self.cache.crop(columns - self.cache.get_seq_length())  # drops what `generate` wrote
+        if len(rows) < len(self.rows):
+            kept = [b for b, name in enumerate(self.rows) if name in rows]
+            self.cache.batch_select_indices(torch.tensor(kept))
+            self.position_BC = self.position_BC[kept]
+        new = []
+        positions = []
+        for b, (name, row) in enumerate(rows.items()):
+            known = len(self.rows[name])  # how many tokens of the row are in the cache
+            goes_on = len(row) > known and row[:known] == self.rows[name]
+            if not goes_on:  # it is new or rewritten: what was read of it is hidden
+                known = 0
+                self.position_BC[b] = UNSEEN
+            new.append(row[known:])
+            positions.append(range(known, len(row)))
+        self.rows = rows
+        if (self.position_BC == UNSEEN).all():  # nothing in the cache is needed
+            self.cache = transformers.DynamicCache()
+            self.position_BC = self.position_BC[:, :0]
+        position_BT = pad(positions, UNSEEN)
+        self.position_BC = torch.cat([self.position_BC, position_BT], -1)
+        visible_BTC = self.position_BC[:, None] <= position_BT[:, :, None]
+        position_BT = pad(positions)  # UNSEEN is beyond a model's position table
+        body = self.actor.base_model
+        hidden_BTH = models.masked_states(body, pad(new), position_BT, visible_BTC, dtype, self.cache)
+        return hidden_BTH, position_BT
+
+
 @torch.no_grad()
-def write_utterances(actor, rows, starts, args, streams, greedy=False):
-    """Samples N utterances, row by row: one after rows[b][:start] for each start in starts[b].
+def generate(memory, rows, args, streams, greedy=False):
+    """Samples an utterance after each of B rows {name: token ids}, in lockstep.
 
-    Each row is read whole, once for all its states. Returns ids [N][...], with the end token unless cut
-    before it, and log-probs [N].
+    Returns ids [B][...], with the end token unless cut before it, and log-probs [B].
     """
-    ids_BC = pad(rows)  # padded on the right, where no state sees it
-    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
-    B, C = ids_BC.shape
-    S = start_BS.shape[1]
-    body = actor.base_model
-    cache = transformers.DynamicCache()
-    inputs = {"input_ids": ids_BC, "past_key_values": cache, "use_cache": True}
-    hidden_BCH = models.hidden_states(body, args.dtype, **inputs)
-    hidden_BSH = hidden_BCH[torch.arange(B)[:, None], start_BS - 1]
-
-    visible_BSC = torch.arange(C) < start_BS[:, :, None]
-    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # where the N states are among the P places of the flattened [B, S]
-    for b, own in enumerate(starts):
-        places += range(b * S, b * S + len(own))
-    utterances = {place: [] for place in places}
-    total_logps = dict.fromkeys(places, 0.0)
+    actor = memory.actor
+    hidden_BTH, position_BT = memory.read(rows, args.dtype)
+    length_B = torch.tensor([len(row) for row in rows.values()])
+    B = len(rows)
+    last_B = length_B - 1 - position_BT[:, 0]  # a row's last token, counted from the first one just read
+    hidden_BH = hidden_BTH[range(B), last_B]
+    visible_B1C = memory.position_BC[:, None] < length_B[:, None, None]
+    utterances = [[] for _ in rows]
+    total_logps = [0.0] * B
+    writing = range(B)  # rows whose utterance has not ended
     end = actor.tokenizer.eos_token_id
-    T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # uniform random numbers
-    u_PT[places] = models.uniform(streams, T)
-    u_PT = u_PT.to(actor.device)
-    for step in range(T):
-        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
-        tokens = token_P.tolist()
-        logps = logp_P.tolist()
-        for place in places:
-            utterances[place].append(tokens[place])
-            total_logps[place] += logps[place]
-        places = [place for place in places if tokens[place] != end]
-        if not places:
+    L = args.max_action_tokens
+    u_BL = models.uniform(streams, L).to(actor.device)
+    for step in range(L):
+        logits_BV = models.logits_of(actor, hidden_BH) / args.temperature
+        token_B, logp_B = sample_tokens(logits_BV, u_BL[:, step], greedy)
+        tokens = token_B.tolist()
+        logps = logp_B.tolist()
+        for b in writing:
+            utterances[b].append(tokens[b])
+            total_logps[b] += logps[b]
+        writing = [b for b in writing if tokens[b] != end]
+        if not writing:
             break
-        # The tokens just written become S more columns of the cache, each visible to its own state only.
-        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_P.view(B, S)
-        position_BS = start_BS + step
-        hidden_BSH = models.masked_states(body, token_BS, position_BS, visible_BSC, args.dtype, cache)
-    return list(utterances.values()), list(total_logps.values())
+        # The tokens just written become one more column of the cache.
+        visible_B1C = nn.functional.pad(visible_B1C, (0, 1), value=True)
+        position_B1 = length_B[:, None] + step
+        hidden_B1H = models.masked_states(
+            actor.base_model, token_B[:, None], position_B1, visible_B1C, args.dtype, memory.cache
+        )
+        hidden_BH = hidden_B1H[:, 0]
+    return utterances, total_logps
 
 
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
@@ -308,6 +349,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     for dialogue in worlds.dialogues:
         dialogue["ids"] = []
     nll = []
+    memory = Memory(actor, range(len(worlds)))
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
@@ -318,9 +360,8 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
                 del rows[i]
         if not rows:
             break
-        starts = [[len(row)] for row in rows.values()]
-        own = [streams[i] for i in rows]
-        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, own, greedy)
+        streams_of_rows = [streams[i] for i in rows]
+        utterances, logps = generate(memory, rows, args, streams_of_rows, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
         for i, ids in zip(rows, utterances, strict=True):

@@ -290,12 +290,12 @@ def test_ppo_ratio_is_exactly_1_before_the_first_step(actor, world, monkeypatch)
     args = small(ppo)
     written = iter(range(10**6))
 
-    def write_utterances(actor, rows, starts, args, streams, greedy=False):
+    def generate(memory, rows, args, streams, greedy=False):
         """Utterances of 1 to 5 tokens, as the mask of the real one is float32."""
         numbers = [next(written) for _ in rows]
         return [[5 + n % 7] * (n % 5) + [0] for n in numbers], [0.0] * len(rows)
 
-    monkeypatch.setattr(ppo, "write_utterances", write_utterances)
+    monkeypatch.setattr(ppo, "generate", generate)
     played, _ = ppo.rollout(actor, envs.VecTextEnv(world, 7), args)
     judged, _ = ppo.judge(played, actor, critic.double(), args)
     heard = spy(monkeypatch, ppo, "clipped_loss")
