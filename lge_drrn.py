@@ -107,9 +107,7 @@ class Args:
     top_k: int = 50  # actions that the guide keeps (paper: 50)
     prune_navigation: bool = False  # also prune "go to ..." and "teleport to ..." (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prune)
-    epsilon_schedule: Literal["fixed", "increasing"] = (
-        "fixed"  # increasing: 0 to 1, so the last test is unguided
-    )
+    epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: to 1, so at the end all is valid
     target_actions: Literal["valid", "pruned"] = "valid"  # a' in E2: all valid ones (Alg. 1), or the guide's
     batch: int = 64  # transitions per update; one update per step of the worlds (authors' default: 64)
     lr: float = 1e-3  # Adam's initial learning rate (D7; paper: 1e-4)

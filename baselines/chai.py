@@ -137,7 +137,8 @@ def flat(dialogues, key):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N states or actions, K candidates, M = N K, V vocabulary, H hidden size, 2 twin
-# critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
+# critics, B rows, T columns, C columns of the cache, S states of a row, P = B * S places,
+# L tokens of an utterance at most.
 def td_target(reward_N, next_v_N2, gamma):
     """E1: r + gamma * Vbar(s') [N, 2], for each of the twins; next_v must be 0 after a dialogue's last turn.
 
@@ -288,18 +289,18 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
     visible_BSC = torch.arange(C) < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
     places = []  # where the N states are among the P places of the flattened [B, S]
-    for b, own in enumerate(starts):
-        places += range(b * S, b * S + len(own))
+    for b, row_starts in enumerate(starts):
+        places += range(b * S, b * S + len(row_starts))
     utterances = {place: [] for place in places}
     total_logps = dict.fromkeys(places, 0.0)
     end = actor.tokenizer.eos_token_id
-    T = args.max_action_tokens
-    u_PT = torch.zeros(B * S, T)  # uniform random numbers
-    u_PT[places] = models.uniform(streams, T)
-    u_PT = u_PT.to(actor.device)
-    for step in range(T):
+    L = args.max_action_tokens
+    u_PL = torch.zeros(B * S, L)  # uniform random numbers
+    u_PL[places] = models.uniform(streams, L)
+    u_PL = u_PL.to(actor.device)
+    for step in range(L):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PT[:, step], greedy)
+        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:

@@ -137,7 +137,8 @@ def best_of(dialogues, share):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
-# B rows, T columns, C columns of the cache, S states of a row, P = B * S places.
+# B rows, T columns, C columns of the cache, S states of a row, P = B * S places,
+# L tokens of an utterance at most.
 def cloning_loss(logp_M, num_actions):
     """E1: -log pi of an utterance, averaged over utterances.
 
