@@ -1,14 +1,15 @@
 """ArCHer beside what its paper compares it with: Figures 3, 5 and 7 at the size of this repository.
 
     python benchmarks/compare.py                      # thirty hours of one core; goes on where it was stopped
-    python benchmarks/compare.py --dry                # the commands, and what of them is done
+    python benchmarks/compare.py --dry                # the commands that are left
     python benchmarks/compare.py --worlds twenty-questions-subset --methods ArCHer PPO --jobs 2
     python benchmarks/compare.py --quick              # a minute, and its figures mean nothing
 
 METHODS and ABLATIONS below are the table: a name, a script with its flags, and the settings that were tried.
 Each method may try three. Each is run once in each world, with a seed that is not reported, and the one with
 the largest area under the curve of the rollouts' return is taken. All rows have the same number of dialogues
-in a world; both these and CPU-seconds are counted. docs/compare.md explains what comes out.
+in a world; both these and CPU-seconds are counted. What the CSVs in --out have is not run again.
+docs/compare.md explains what comes out.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5, App. C, D and F
 """
@@ -24,10 +25,11 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -119,6 +121,10 @@ QUICK = {  # by script: what makes a run tiny
 }
 
 
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+
+
 @dataclass
 class Args:
     worlds: tuple[str, ...] = WORLDS  # those in which runs are made
@@ -128,12 +134,9 @@ class Args:
     start: str = ""  # folder of the checkpoint that all start from; "" is each world's own
     other: str = ""  # folder of another one, for the row that compares both; "" leaves it out
     runs: Path = Path("runs/compare")  # folder of the runs
-    out: Path = field(default_factory=lambda: ROOT / "benchmarks/results")  # folder of the CSVs
+    out: Path = RESULTS  # folder of the CSVs; an empty one runs everything anew
     dry: bool = False  # only print the commands
     quick: bool = False  # one seed, runs of two iterations, in a folder that is removed
-
-
-ROOT = Path(__file__).parent.parent
 
 
 # ---------------------------------------------------------- 2. one run
@@ -332,7 +335,7 @@ def run_one(cell: Cell, start: Callable[[list[str]], str]) -> None:
 def run_start(args: Args, world: str, start: Callable[[list[str]], str]) -> None:
     """What the checkpoint earns without learning, as text in a file; made unless it is there."""
     path = start_file(args, world)
-    if path.exists() or STOPPED.is_set():
+    if path.exists() or recorded_start(args, world) or STOPPED.is_set():
         return
     checkpoint = args.start or ROOT / "checkpoints" / world.removesuffix("-subset")
     words = ["benchmarks/start.py", str(checkpoint), "--env", world]
@@ -354,7 +357,6 @@ def start_file(args: Args, world: str) -> Path:
 
 def run_all(cells: list[Cell], args: Args) -> None:
     """Runs cells, `jobs` at a time."""
-    cells = list({cell.folder: cell for cell in cells}.values())  # two rows may share one
     if args.quick or args.jobs == 1:
         for cell in cells:
             run_cell(cell, call if args.quick else launch)
@@ -381,19 +383,23 @@ def tuning_cells(args: Args, world: str, name: str) -> dict[str, Cell]:
 
 def setting_of(args: Args, world: str, name: str) -> str | None:
     """The setting of a row, or None as long as it is not decided."""
+    areas = areas_of(args, world, name)
+    return choose(areas) if areas else tries_of(args, name)[0]
+
+
+def areas_of(args: Args, world: str, name: str) -> dict[str, float | None]:
+    """By setting, the area of its run, made here or read; none where there is no choice."""
+    recorded = {line["run"]: line["area"] for line in lines_of(args, world, "tuning")}
     cells = tuning_cells(args, world, name)
-    if not cells:
-        return tries_of(args, name)[0]
-    areas = {setting: area_of(cell) for setting, cell in cells.items()}
-    return choose(areas)
+    return {setting: area_of(cell, recorded) for setting, cell in cells.items()}
 
 
-def area_of(cell: Cell) -> float | None:
-    """The area of a run; None before it has ended, and of one that diverged -inf."""
+def area_of(cell: Cell, recorded: dict[str, float]) -> float | None:
+    """The area of a run, or else what is recorded; None before its end, and of one that diverged -inf."""
     if cell.diverged():
         return -math.inf
     run = cell.finished()
-    return area(curve_of(cell, run)) if run else None
+    return area(curve_of(cell, run)) if run else recorded.get(cell.folder.name)
 
 
 def choose(areas: dict[str, float | None]) -> str | None:
@@ -516,11 +522,47 @@ def start_figures(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-# ---------------------------------------------------------- 6. what comes out
+# ---------------------------------------------------------- 6. what the CSVs have
+def lines_of(args: Args, world: str, table: str) -> list[dict]:
+    """The lines of a world in `compare_TABLE.csv`."""
+    return [line for line in read_results(args.out / f"compare_{table}.csv") if line["world"] == world]
+
+
+def recorded_start(args: Args, world: str) -> list[dict]:
+    """The summary's lines about the start."""
+    return [line for line in lines_of(args, world, "summary") if line["method"].startswith("start")]
+
+
+def recorded_curves(args: Args, world: str) -> dict[str, list[dict]]:
+    """The curves of a world, by the name of the run's folder."""
+    curves = defaultdict(list)
+    for line in read_results(args.out / f"compare_{world}.csv"):
+        point = {name: value for name, value in line.items() if name not in ("method", "seed", "run")}
+        curves[line["method"], line["run"]].append(point)
+    return {run: points for (_, run), points in curves.items()}  # two rows may share one
+
+
+def missing(args: Args, world: str) -> list[Cell]:
+    """The runs that the CSVs do not have: of the settings, and of the rows whose setting is decided."""
+    settings = {line["run"] for line in lines_of(args, world, "tuning")}
+    curves = recorded_curves(args, world)
+    cells = []
+    for name in names_in(args, world):
+        tuning = tuning_cells(args, world, name).values()
+        cells += [cell for cell in tuning if cell.folder.name not in settings]
+        setting = setting_of(args, world, name)
+        if setting is not None:
+            seeds = [cell_of(args, world, name, setting, seed) for seed in seeds_of(args, world)]
+            cells += [cell for cell in seeds if cell.folder.name not in curves]
+    return list({cell.folder: cell for cell in cells}.values())  # two rows may share one
+
+
+# ---------------------------------------------------------- 7. what comes out
 def collect(args: Args, world: str) -> tuple[list[dict], list[dict], list[dict]]:
-    """Of a world, whatever was run: all curves, the summary, and the areas of the settings."""
-    curves, summary, tuning = [], [], []
-    if start_file(args, world).exists():
+    """Of a world, whatever was run or is recorded: all curves, the summary, and the areas of the settings."""
+    curves, summary, tuning = [], recorded_start(args, world), []
+    recorded = recorded_curves(args, world)
+    if not summary and start_file(args, world).exists():
         earned = start_figures(start_file(args, world).read_text(encoding="utf-8"))
         best = max(earned, key=earned.get)
         play = {"sampled": earned["temperature 1"], "greedy": earned["greedy"]}
@@ -529,18 +571,23 @@ def collect(args: Args, world: str) -> tuple[list[dict], list[dict], list[dict]]
     for name in names_in(replace(args, methods=tuple(ROWS)), world):
         setting = setting_of(args, world, name)
         if name in METHODS:
-            areas = {words: area_of(cell) for words, cell in tuning_cells(args, world, name).items()}
-            about = {"world": world, "method": name}
+            areas, cells = areas_of(args, world, name), tuning_cells(args, world, name)
             for words, value in areas.items():
                 if value is not None:
-                    line = {"setting": words or "default", "area": value, "taken": words == setting}
-                    tuning.append(about | line)
+                    line = {"world": world, "method": name, "setting": words or "default", "area": value}
+                    tuning.append(line | {"taken": words == setting, "run": cells[words].folder.name})
         if setting is None:
             continue
         cells = [cell_of(args, world, name, setting, seed) for seed in range(1, 11)]
-        done = {cell.seed: curve_of(cell, run) for cell in cells if (run := cell.finished())}
-        for seed, points in done.items():
-            curves += [{"method": name, "seed": seed} | point for point in points]
+        done = {}
+        for cell in cells:
+            if run := cell.finished():
+                done[cell] = curve_of(cell, run)
+            elif cell.folder.name in recorded:
+                done[cell] = recorded[cell.folder.name]
+        for cell, points in done.items():
+            about = {"method": name, "seed": cell.seed, "run": cell.folder.name}
+            curves += [about | point for point in points]
         if done:
             about = {"world": world, "method": name, "setting": setting or "default"}
             summary.append(about | figures(world, list(done.values())))
@@ -603,29 +650,26 @@ def state_of(cell: Cell) -> str:
 
 
 def dry(args: Args) -> str:
-    """All commands, and which are done: a line each, then their number."""
-    lines, cells = [], {}
+    """The commands of which the CSVs have no result, a line each, and how far they are."""
+    lines, left = [], 0
     for world in args.worlds:
         for name in names_in(args, world):
-            setting = setting_of(args, world, name)
-            found = list(tuning_cells(args, world, name).values())
-            if setting is None:
+            if setting_of(args, world, name) is None:
                 lines.append(f"after tuning   {name} in {world}, {len(seeds_of(args, world))} seeds")
-            else:
-                found += [cell_of(args, world, name, setting, seed) for seed in seeds_of(args, world)]
-            cells |= {cell.folder: cell for cell in found}
-    for cell in cells.values():
-        lines.append(f"{state_of(cell):14} {' '.join(cell.words())}")
-    done = sum(bool(cell.finished()) for cell in cells.values())
-    return "\n".join([*lines, f"{done} of {len(cells)} are done"])
+        for cell in missing(args, world):
+            lines.append(f"{state_of(cell):14} {' '.join(cell.words())}")
+            left += not (cell.finished() or cell.diverged())
+    return "\n".join([*lines, f"{left} are to be run, and what has to wait for tuning"])
 
 
-# ---------------------------------------------------------- 7. all of it
+# ---------------------------------------------------------- 8. all of it
 def check(args: Args) -> None:
     """Stops for what cannot be run."""
     for given, known, flag in ((args.worlds, WORLDS, "worlds"), (args.methods, ROWS, "methods")):
         if unknown := sorted(set(given) - set(known)):
             stop(f"--{flag} {unknown[0]}: there are {', '.join(known)}")
+    if args.start and args.out.resolve() == RESULTS:
+        stop("--start: its results need a folder of their own; name one with --out")
     if args.jobs < 1 or not set(args.seeds) <= set(range(1, 11)):
         stop("--jobs must be at least 1, and --seeds from 1 to 10")
     for name, row in METHODS.items():
@@ -636,14 +680,8 @@ def check(args: Args) -> None:
 def run_world(args: Args, world: str) -> None:
     """All runs of a world: the start, the settings, then the rows with the setting that was best."""
     run_start(args, world, call if args.quick else launch)
-    names = names_in(args, world)
-    run_all([cell for name in names for cell in tuning_cells(args, world, name).values()], args)
-    cells = []
-    for name in names:
-        setting = setting_of(args, world, name)
-        if setting is not None:
-            cells += [cell_of(args, world, name, setting, seed) for seed in seeds_of(args, world)]
-    run_all(cells, args)
+    run_all([cell for cell in missing(args, world) if cell.seed == TUNING_SEED], args)
+    run_all([cell for cell in missing(args, world) if cell.seed != TUNING_SEED], args)
 
 
 def quick(args: Args) -> str:

@@ -179,7 +179,10 @@ def test_what_has_diverged_is_not_run_again(args):
     compare.run_cell(cell, start)
     compare.run_cell(cell, start)
     assert len(told) == len(compare.FAILED) == 1
-    assert compare.area_of(cell) == -float("inf") and compare.state_of(cell) == "diverged"
+    assert (
+        compare.area_of(cell, {cell.folder.name: -3.0}) == -float("inf")
+        and compare.state_of(cell) == "diverged"
+    )
 
 
 def test_the_setting_is_taken_once_all_are_known(args):
@@ -231,8 +234,42 @@ def test_what_comes_out(args):
     with pytest.raises(SystemExit):
         plot.main(plot.Args(runs=[path], out=args.out / "a.svg", methods=("DQN",)))
     shown = compare.dry(replace(args, methods=("PPO, 64 an update", "ArCHer"), seeds=(1, 4)))
-    assert [line.split()[0] for line in shown.splitlines()[:2]] == ["after", "done"]
-    assert shown.endswith("1 of 5 are done")
+    assert shown.splitlines()[0] == f"after tuning   ArCHer in {world}, 2 seeds"
+    assert "--seed 4 " in shown and "--seed 1 " not in shown, "the CSVs have seed 1"
+    assert shown.splitlines()[-1].startswith("4 are to be run")
+
+
+def test_what_the_csvs_have_is_not_run_again(args):
+    """The runs' folders may be gone, as on another machine: the CSVs alone lead to the same table."""
+    world = compare.FULL
+    args = replace(args, worlds=(world,), methods=("PPO", "PPO, 16 an update"), seeds=(1, 2))
+    best, *others = compare.tuning_cells(args, world, "PPO").values()
+    a_run(best, best.iterations, [-9.0, -8.0, -7.0])
+    for cell in others:
+        a_run(cell, cell.iterations, [-10.0, -9.0, -8.0])
+    compare.start_file(args, world).write_text("temperature 1  return -13.0 ±\ngreedy  return -9.0 ±\n")
+    for seed in args.seeds:
+        a_run(compare.cell_of(args, world, "PPO", compare.PPO[0], seed), best.iterations, [-8.0, -7.0, -5.0])
+    table = compare.report(args)
+    before = {path.name: path.read_bytes() for path in args.out.glob("*.csv")}
+    assert len(before) == 3 and compare.missing(args, world) == []
+    elsewhere = replace(args, runs=args.runs / "elsewhere")
+    assert compare.missing(elsewhere, world) == []
+    compare.run_start(elsewhere, world, None)
+    compare.run_world(elsewhere, world)
+    assert compare.FAILED == [] and compare.report(elsewhere) == table
+    assert {path.name: path.read_bytes() for path in args.out.glob("*.csv")} == before
+    more = compare.missing(replace(elsewhere, seeds=(1, 2, 3)), world)
+    assert [cell.seed for cell in more] == [3], "two rows share the runs"
+    path = args.out / "compare_tuning.csv"
+    tables.write_results(path, tables.read_results(path)[1:])
+    assert [cell.folder.name for cell in compare.missing(elsewhere, world)] == [best.folder.name]
+
+
+def test_another_start_needs_another_folder(args, capsys):
+    with pytest.raises(SystemExit):
+        compare.check(replace(args, start="checkpoints/other", out=compare.RESULTS))
+    assert "--out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
