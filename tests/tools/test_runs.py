@@ -808,6 +808,8 @@ def test_a_saved_model_says_what_it_is(toy):
         ("loop_ppo", "worlds", 1),
         ("loop_ppo", "logit_chunk", 1),
         ("loop_ppo", "minibatch", 0),
+        ("loop_ppo", "max_difficulty", 1),
+        ("lge_drrn", "top_k", 1),
         ("ppo", "minibatch", 1),
     ],
 )
