@@ -128,7 +128,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # So does an empty reply: s' would end with the action's end token, where Q(s,a) is read, too.
+            # An empty reply starts a new row, too; else V(s') would be read where Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)

@@ -4,26 +4,27 @@
     python -m baselines.chai --candidates 1         # the actor as it is, and a critic of its value
     python -m baselines.chai --resume runs/...
 
-The critic is ArCHer's, and learns from a replay buffer as ArCHer's does. The actor never changes. In each
-state the agent samples k utterances from the actor and says the one with the highest Q; this policy is pi.
+The critic learns from a replay buffer as ArCHer's does. The actor never changes. In each state the agent
+samples k utterances from the actor and says the one with the highest Q; this policy is pi.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2, after Verma et al. 2022, arXiv:2204.08426
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)         Eq. 1      td_target
   E2  V(s)   <- E_{a~pi} Qbar(s,a)                              Eq. 2      critic_update
-  E3  pi(s) = argmax min Q(s,a) over a_1 ... a_k ~ actor        sec. 5.2   best_utterances
+  E3  pi(s) = argmax Q(s,a) over a_1 ... a_k ~ actor            sec. 5.2   best_utterances
+      with the smaller Q of the twins, as in the authors' code
 E2's expectation is over pi, the best of k, and not over the actor: V is the value of the policy that plays.
 Differs from the paper:
   D1  The actor is the checkpoint that all methods start from; Table 3 has a learning rate for the paper's.
   D2  The critic is a decoder and starts from the actor's weights.
   D3  E3 uses the critic; the authors' code uses its slow copy.
-  D4  All heads, Q and V, start at the mean discounted return of the first dialogues instead of zero.
+  D4  All heads, Q and V, start at the mean discounted return of the actor's first dialogues, not at zero.
   D5  Learning rate, batches, buffer and numbers of updates suit a tiny model; Table 3 has others.
   D6  The critic updates of an iteration share a pool of dialogues and one utterance of pi in each state.
 There is no greedy play, as pi samples its candidates. It is evaluated as it plays, with fixed seeds.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class Args:
 
     # --- data
     rollouts: int = 128  # dialogues played per iteration (paper: 128; WebShop 512)
-    buffer_size: int = 16_000  # utterances that the replay buffer holds (paper, Table 3: 10,000)
+    buffer_size: int = 1_000  # dialogues that the replay buffer holds (Table 3: 10,000 utterances; D5)
     temperature: float = 1.0  # sampling temperature
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
@@ -100,7 +101,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # So does an empty reply: s' would end with the action's end token, where Q(s,a) is read, too.
+            # An empty reply starts a new row, too; else V(s') would be read where Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -167,8 +168,9 @@ ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
 def read_forks(body, rows, spans, utterances, dtype):
     """Hidden states [N, H] at the ends of N states, and at the ends of one utterance in each.
 
-    The utterances [N][token ids] are forks: each is appended to its row, and sees itself and the row up to
-    its state. A row with two actions a, and the forks b and c in its two states:
+    The utterances are those of the spans if None, and else forks [N][token ids]: each is appended to its row,
+    and sees itself and the row up to its state. A row with two actions a, and the forks b and c in its two
+    states:
 
         token     s s a s a  b b  c c
         position  0 1 2 3 4  2 3  4 5
@@ -180,13 +182,16 @@ def read_forks(body, rows, spans, utterances, dtype):
     forks = [[ROW] * len(row) for row in rows]
     starts = [[0] * len(row) for row in rows]
     ends = []
-    for n, (b, start, _) in enumerate(spans):
-        length = len(utterances[n])
-        ids[b] += utterances[n]
-        positions[b] += range(start, start + length)
-        forks[b] += [n] * length
-        starts[b] += [start] * length
-        ends.append(len(ids[b]) - 1)
+    for n, (b, start, stop) in enumerate(spans):
+        end = stop - 1
+        if utterances is not None:
+            length = len(utterances[n])
+            ids[b] += utterances[n]
+            positions[b] += range(start, start + length)
+            forks[b] += [n] * length
+            starts[b] += [start] * length
+            end = len(ids[b]) - 1
+        ends.append(end)
     position_BT = pad(positions)
     visible_BTT = visibility(position_BT, pad(forks, PADDING), pad(starts))
     hidden_BTH = models.masked_states(body, pad(ids), position_BT, visible_BTT, dtype)
@@ -204,7 +209,10 @@ def visibility(position_BT, fork_BT, start_BT):
 
 
 class TwinCritic(nn.Module):
-    """Twin Q and V heads on a decoder (sec. 3.6): V at a state's last token, Q at an utterance's end."""
+    """Twin Q and V heads on a decoder (sec. 3.6): V at a state's last token, Q at an utterance's end.
+
+    Q has networks of its own, as in the paper; archer.py's D9 is not used.
+    """
 
     def __init__(self, body, value, dtype):
         super().__init__()
@@ -214,16 +222,18 @@ class TwinCritic(nn.Module):
         self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
         self.q_heads = Twins(mlp(width, width, value) for _ in range(2))
 
-    def forward(self, dialogues, key="actions"):
-        """V of all N states [N, 2], and Q [N, 2] of the text that the dialogues have for each under `key`."""
+    def forward(self, dialogues, texts=None):
+        """V of all states [N, 2], and Q [N, 2] of a text in each; by default of the action taken there."""
         rows, spans, _ = lay_out(dialogues, self.body.tokenizer)
-        return self.judge(rows, spans, flat(dialogues, key))
+        return self.judge(rows, spans, texts)
 
-    def judge(self, rows, spans, texts):
-        """V [N, 2] of the states that end where `spans` begin in `rows`, and Q [N, 2] of a text in each."""
-        tokenizer = self.body.tokenizer
-        end = [tokenizer.eos_token_id]
-        forks = [models.encode(tokenizer, text) + end for text in texts]
+    def judge(self, rows, spans, texts=None):
+        """The same for the states that end where `spans` begin in `rows`."""
+        forks = None
+        if texts is not None:
+            tokenizer = self.body.tokenizer
+            end = [tokenizer.eos_token_id]
+            forks = [models.encode(tokenizer, text) + end for text in texts]
         state_NH, end_NH = read_forks(self.body, rows, spans, forks, self.dtype)
         return self.v_heads(state_NH), self.q_heads(end_NH)
 
@@ -346,7 +356,9 @@ def rollout(actor, critic, worlds, args, rng=None, indices=None):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # n broken bytes, decoded as U+FFFD, become 3n tokens when encoded again. Plus the end.
+    # Room for the action as lay_out will tokenise its text anew, which may take more tokens: a sampled byte
+    # that is no UTF-8 is decoded as U+FFFD, which is three bytes; and the end token comes on top. Only where
+    # a token is a whole sentence (sft.py --phrases) can it be even more, and a row outgrow the context.
     room = 4 * args.max_action_tokens
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
@@ -374,7 +386,7 @@ def rollout(actor, critic, worlds, args, rng=None, indices=None):
 def with_best(dialogues, actor, critic, args, rng):
     """Adds to the dialogues an utterance of pi in each state, as text: the a ~ pi of E2 (D6)."""
     result = []
-    for dialogue in dialogues:
+    for dialogue in dialogues:  # one by one: its states have a hundred candidates or so
         rows, spans, _ = lay_out([dialogue], actor.tokenizer)
         streams = models.streams(rng.integers(2**63, size=len(spans)))
         texts = best_utterances(actor, critic, rows, spans, args, streams)
@@ -389,7 +401,7 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
     with torch.no_grad():
-        slow_v_N2, best_q_N2 = target_critic(dialogues, "best")  # E2: a ~ pi
+        slow_v_N2, best_q_N2 = target_critic(dialogues, flat(dialogues, "best"))  # E2: a ~ pi
     lengths = [len(dialogue["actions"]) for dialogue in dialogues]
     last_turns = np.cumsum(lengths) - 1
     next_v_N2 = slow_v_N2.roll(-1, 0)
@@ -448,7 +460,8 @@ def main(args: Args) -> dict[str, float]:
     body = copy.deepcopy(actor.base_model)  # D2
     body.tokenizer = actor.tokenizer
     blank = TwinCritic(body, 0.0, args.dtype).to(args.device)
-    first = rollout(actor, blank, worlds, args, rng)  # a resumed run discards these
+    alone = replace(args, candidates=1)  # the actor as it is: no critic has learned yet
+    first = rollout(actor, blank, worlds, alone, rng)  # a resumed run discards these
     returns = []
     for dialogue in first:
         from_turns = mc_returns(dialogue["rewards"], args.gamma)
@@ -471,8 +484,7 @@ def main(args: Args) -> dict[str, float]:
         played = rollout(actor, critic, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
-        while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
-            replay_buffer.pop(0)
+        del replay_buffer[: -args.buffer_size]
 
         # 2. the critic
         pool = rng.choice(replay_buffer, args.critic_pool)  # with replacement

@@ -15,7 +15,7 @@ Differs from the paper; the option in brackets undoes it:
   D2  Learning rate and batches suit a tiny model (second command); the paper's batch is of 256 utterances.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr).
   D4  The filter takes dialogues from a buffer, as the paper says and of the size in its Table 3; in the
-      authors' code it takes them from all that were ever played (--buffer-size 100000000).
+      authors' code it takes them from all that were ever played (--buffer-size 1000000).
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Args:
 
     # --- data
     rollouts: int = 128  # dialogues played per iteration (paper: 32; WebShop 128; D2)
-    buffer_size: int = 10_000  # utterances that the replay buffer holds (paper, Table 3: 10,000; D4)
+    buffer_size: int = 1_000  # dialogues that the replay buffer holds (Table 3: 10,000 utterances; D4)
     temperature: float = 1.0  # of sampling, and of scored log-probs
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
@@ -92,7 +92,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # So does an empty reply: s' would end with the action's end token, where Q(s,a) is read, too.
+            # An empty reply starts a new row, too; else V(s') would be read where Q(s,a) is.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -369,6 +369,8 @@ def evaluate(actor, args):
 # ---------------------------------------------------------- 8. training
 def main(args: Args) -> dict[str, float]:
     """Alternates rollouts and imitation; returns what it writes to summary.json."""
+    if not 0 < args.keep <= 1:
+        raise ValueError(f"--keep {args.keep}: it is a share, above 0 and at most 1")
     run = runs.Run(args, "filtered_bc")
     rng = run.rng
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
@@ -389,8 +391,7 @@ def main(args: Args) -> dict[str, float]:
         played, nll = rollout(actor, worlds, args, rng)
         run.state["episodes"] += len(played)
         replay_buffer += played
-        while len(replay_buffer) > 1 and len(flat(replay_buffer, "actions")) > args.buffer_size:
-            replay_buffer.pop(0)
+        del replay_buffer[: -args.buffer_size]
 
         # 2. the actor, on the best of them
         best = best_of(replay_buffer, args.keep)

@@ -7,7 +7,7 @@
 
 METHODS and ABLATIONS below are the table: a name, a script with its flags, and the settings that were tried.
 Each method may try three. Each is run once in each world, with a seed that is not reported, and the one with
-the largest area under the curve of the rollouts' return is taken. All rows have the same number of dialogues
+the largest area under the curve of the rollouts' return is taken. All rows have about as many dialogues
 in a world; both these and CPU-seconds are counted. What the CSVs in --out have is not run again.
 docs/compare.md explains what comes out.
 
@@ -61,15 +61,15 @@ class Row:
 ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02")
 PPO = ("--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
 LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
-SMALL = "--rollouts 64 --critic-updates 60"  # as archer.py has them
+AS_ARCHER = "--rollouts 64 --critic-updates 60 --critic-batch 16"  # its defaults
 METHODS = {
     "CHAI": Row(
         "-m baselines.chai",
-        (SMALL, f"{SMALL} --critic-lr 1e-3", "--rollouts 64 --critic-updates 120"),
+        tuple(f"{AS_ARCHER} {own}" for own in ("--buffer-size 128", "", "--critic-lr 1e-3")),
     ),
     "Filtered BC": Row(
         "-m baselines.filtered_bc",
-        ("--rollouts 64", "--rollouts 64 --actor-lr 1e-3", "--rollouts 64 --actor-updates 40"),
+        ("--rollouts 64", "--rollouts 64 --actor-lr 1e-4", "--rollouts 64 --buffer-size 256"),
     ),
     "PPO": Row("-m baselines.ppo", PPO),
     "LOOP": Row(  # --finish-all 1: none is dropped, as those dropped are long, and their return is low
@@ -229,13 +229,15 @@ def cell_of(args: Args, world: str, name: str, setting: str, seed: int) -> Cell:
         own += QUICK[script].split()
     per = dialogues_of(script, own)
     iterations = 2 if args.quick else round(DIALOGUES[world] / per)
-    every = str(max(1, iterations // EVALUATIONS))
+    every = str(math.ceil(iterations / EVALUATIONS))
     parts = [word for word in head if word != "-m"]
     slug = short(" ".join([*parts, *own, str(iterations), str(seed)]))
     flags = [*own, "--env", world, "--seed", str(seed), "--threads", "1", "--name", plain(name)]
-    flags += ["--iterations", str(iterations), "--eval-every", every]
-    if script == "loop_ppo":
-        flags += ["--save-every", every]
+    flags += ["--iterations", str(iterations)]
+    if script == "loop_ppo":  # its own evaluations are not used: one at the start, one at the end
+        flags += ["--save-every", every, "--eval-every", "0"]
+    else:
+        flags += ["--eval-every", every]
     about = f"{world}, seed {seed}: {name} {setting}".strip()
     return Cell(about, head, tuple(flags), seed, iterations, per, args.runs / world / slug)
 
@@ -595,20 +597,25 @@ def collect(args: Args, world: str) -> tuple[list[dict], list[dict], list[dict]]
 
 
 def report(args: Args) -> str:
-    """Writes the CSVs of what is there, and returns the summary as markdown. A world without runs is kept."""
+    """Writes the CSVs of what is there, and returns the summary as markdown. What is not new is kept."""
     tables = []
     for world in WORLDS:
         curves, summary, tuning = collect(args, world)
-        if curves:
-            write_results(args.out / f"compare_{world}.csv", curves)
-        for name, lines in {"summary": summary, "tuning": tuning}.items():
-            path = args.out / f"compare_{name}.csv"
-            kept = [line for line in read_results(path) if line["world"] != world or not lines]
-            if lines:
-                write_results(path, kept + lines)
-        if summary:
+        keep(args.out / f"compare_{world}.csv", curves, ("method",))
+        summary = keep(args.out / "compare_summary.csv", summary, ("world", "method"))
+        keep(args.out / "compare_tuning.csv", tuning, ("world", "run"))
+        if summary := [line for line in summary if line["world"] == world]:
             tables.append(markdown(world, summary))
     return "\n\n".join(tables)
+
+
+def keep(path: Path, lines: list[dict], key: tuple[str, ...]) -> list[dict]:
+    """Adds lines to a CSV in the place of those with the same key; returns all."""
+    new = {tuple(line[name] for name in key) for line in lines}
+    kept = [line for line in read_results(path) if tuple(line[name] for name in key) not in new]
+    if lines:
+        write_results(path, kept + lines)
+    return kept + lines
 
 
 def markdown(world: str, summary: list[dict]) -> str:

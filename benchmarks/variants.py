@@ -1,11 +1,11 @@
-"""archer.py with one part exchanged for which it has no switch; benchmarks/compare.py measures what it does.
+"""archer.py with one part exchanged for which it has no switch. Results: docs/compare.md, docs/archer.md.
 
     python benchmarks/variants.py D4 --env twenty-questions-subset
     python benchmarks/variants.py D7 --resume runs/...
 
 The first word names the part, the others are archer.py's. D2, D4, D7, D8 and D9 undo what its head says under
 that number. The run's folder does not say so: give it a --name.
-  D2      The critic is an encoder: a small BERT with random weights, as a better one needs the network.
+  D2      The critic is an encoder: a small BERT with random weights, as a better one would be a download.
   random  The critic is a decoder as usual, with random weights: what D2 is to be compared with.
   D4      All heads start near zero.
   D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
@@ -41,7 +41,7 @@ from baselines import ppo
 from envs import models, runs
 
 BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
-EXPECTILE = 0.9  # of E6; App. D.2 names no number
+EXPECTILE = 0.9  # of E6; our copy of App. D.2 has lost the paper's number
 CLIP = 0.2  # of the ratio of probabilities, as in baselines/ppo.py
 LAMBDAS = {"played": None, "gae": 0.95, "td": 0.0}  # of GAE; None: Q - V
 
@@ -191,7 +191,7 @@ class CriticWithTwinQ(archer.Critic):
 
     def __init__(self, body, value, dtype):
         super().__init__(body, value, dtype)
-        width = body.config.hidden_size
+        width = models.width_of(body)
         inputs = 2 * width if self.is_encoder else width
         self.a_heads = archer.Twins(archer.mlp(inputs, width, value) for _ in range(2))
 
@@ -229,7 +229,10 @@ class FromPlayed:
 
     @torch.no_grad()
     def prepared(self, actor, critic, args):
-        """The newest dialogues with all that the losses need."""
+        """The newest dialogues with all that the losses need.
+
+        Ids are those of the text and an end, as the critic reads it; baselines/ppo.py keeps what was sampled.
+        """
         end = [actor.tokenizer.eos_token_id]
         result = []
         for dialogue in self.newest:
@@ -297,6 +300,8 @@ def exchanged(variant: str) -> Iterator[None]:
         if variant == "D9":
             put(archer, "Critic", CriticWithTwinQ)
         if variant == "mc":
+            put(archer, "actor_update", with_own_samples(archer.actor_update))
+            put(archer, "with_fresh", without_fresh)  # these targets need none
             put(archer, "critic_targets", monte_carlo_targets)
         if variant == "iql":
             put(archer, "actor_update", with_own_samples(archer.actor_update))
@@ -325,10 +330,13 @@ def main() -> None:
         runs.stop("D8 is about the baseline: give --baseline, too")
     with TemporaryDirectory() as folder, exchanged(variant):
         if variant in CRITICS:
-            args = arguments(words)
-            world = envs.make(args.env, **envs.options(args.world))
-            torch.manual_seed(args.seed)
-            CRITICS[variant](args.actor or models.checkpoint_of(world), folder)
+            try:
+                args = arguments(words)
+                world = envs.make(args.env, **envs.options(args.world))
+                torch.manual_seed(args.seed)
+                CRITICS[variant](args.actor or models.checkpoint_of(world), folder)
+            except (ValueError, OSError) as error:
+                runs.stop(str(error))
             words = [*words, "--critic", folder]
         sys.argv = [sys.argv[0], *words]
         runs.cli(archer.Args, archer.main)

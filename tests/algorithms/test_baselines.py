@@ -486,15 +486,14 @@ def test_filtered_what_main_hands_on(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(
         filtered_bc, "best_of", lambda kept, share: buffers.append(list(kept)) or best_of(kept, share)
     )
-    options = {"iterations": 3, "rollouts": 8, "buffer_size": 30, "keep": 0.4, "actor_lr": 0.03}
+    options = {"iterations": 3, "rollouts": 8, "buffer_size": 11, "keep": 0.4, "actor_lr": 0.03}
     run, summary = go(filtered_bc, tmp_path, checkpoint, **options)
     trained = [call["result"][0] for call in rollouts if call["rng"] is not None]
     assert len(trained) == len(buffers) == 3 and summary["episodes"] == 24
     everything = []
     for played, buffer, call in zip(trained, buffers, filters, strict=True):
         everything += played
-        count = max(n for n in range(25) if sum(len(d["actions"]) for d in everything[-n:] if n) <= 30)
-        assert [id(d) for d in buffer] == [id(d) for d in everything[-count:]] and call["share"] == 0.4
+        assert [id(d) for d in buffer] == [id(d) for d in everything[-11:]] and call["share"] == 0.4
         assert 0 < len(call["result"]) < len(buffer) < 24
     for iteration, call in enumerate(filters):
         mine = updates[2 * iteration : 2 * iteration + 2]
@@ -545,6 +544,16 @@ def test_chai_critic_reads_each_fork_apart(actor, world):
         v_2, q_2 = value_alone(critic, d, k, text, world == "toy")
         assert torch.allclose(v_M2[m], v_2, atol=1e-4) and torch.allclose(q_M2[m], q_2, atol=1e-4)
     assert q_M2.std(0).min() > 0.005
+
+
+@BOTH
+def test_chai_critic_reads_actions_where_they_stand(actor, world):
+    """What was said is in its row: it needs no fork, and is worth the same."""
+    played, critic = play(archer_play, world, [actor])[0], critic_of(actor)
+    with torch.no_grad():
+        in_row, as_forks = critic(played), critic(played, chai.flat(played, "actions"))
+    for a, b in zip(in_row, as_forks, strict=True):
+        assert torch.allclose(a, b, atol=1e-5) and a.std(0).min() > 0.005
 
 
 class archer_play:
@@ -664,10 +673,11 @@ def test_chai_what_main_hands_on(checkpoint, tmp_path, monkeypatch):
     """A buffer of the newest, a pool of it with utterances of the critic that plays, an actor that stays."""
     names = ("rollout", "with_best", "critic_update", "evaluate")
     rollouts, pools, updates, evaluations = (spy(monkeypatch, chai, name) for name in names)
-    options = {"iterations": 3, "rollouts": 6, "buffer_size": 40, "critic_lr": 0.01, "critic_pool": 40}
+    options = {"iterations": 3, "rollouts": 6, "buffer_size": 9, "critic_lr": 0.01, "critic_pool": 40}
     run, summary = go(chai, tmp_path, checkpoint, **options)
     trained = [call for call in rollouts if call["rng"] is not None]
     assert len(trained) == 4 and summary["episodes"] == 24  # the first ones are D4's
+    assert [call["args"].candidates for call in trained] == [1, 3, 3, 3], "first the actor alone"
     critic, actor = updates[0]["critic"], pools[0]["actor"]
     assert all(call["critic"] is critic and call["actor"] is actor for call in [*trained[1:], *pools])
     assert all(call["critic"] is critic and call["actor"] is actor for call in evaluations)
@@ -675,10 +685,9 @@ def test_chai_what_main_hands_on(checkpoint, tmp_path, monkeypatch):
     everything = list(trained[0]["result"])
     for i, pool in enumerate(pools):
         everything += trained[i + 1]["result"]
-        count = max(n for n in range(25) if sum(len(d["actions"]) for d in everything[-n:] if n) <= 40)
         assert len(pool["dialogues"]) == 40
         drawn = {id(d) for d in pool["dialogues"]}
-        assert drawn <= {id(d) for d in everything[-count:]} and len(drawn) > 6, "of all of the buffer"
+        assert drawn <= {id(d) for d in everything[-9:]} and len(drawn) > 6, "of all of the buffer"
         for update in updates[2 * i : 2 * i + 2]:
             assert len(update["dialogues"]) == 3 and update["target_critic"] is not critic
             assert {id(d) for d in update["dialogues"]} <= {id(d) for d in pool["result"]}

@@ -239,6 +239,27 @@ def test_what_comes_out(args):
     assert shown.splitlines()[-1].startswith("4 are to be run")
 
 
+def curves_of(args, world: str) -> list[dict]:
+    """The lines of a world's CSV of curves."""
+    return tables.read_results(args.out / f"compare_{world}.csv")
+
+
+def test_a_row_that_is_not_made_anew_is_kept(args):
+    """As that of --other without --other, or one for which a setting more is to be tried."""
+    world = compare.FULL
+    for name in ("ArCHer from --other", "ArCHer"):
+        line = {"method": name, "seed": 1, "run": "gone", "iteration": 1, "dialogues": 64, "return": -5.0}
+        lines = curves_of(args, world)
+        tables.write_results(args.out / f"compare_{world}.csv", [*lines, line])
+    cell = compare.cell_of(args, world, "PPO, 64 an update", "", 1)
+    a_run(cell, cell.iterations, [-10.0])
+    for _ in range(2):
+        compare.report(args)
+        found = [line["method"] for line in curves_of(args, world)]
+        assert sorted(set(found)) == ["ArCHer", "ArCHer from --other", "PPO, 64 an update"]
+        assert len(found) == 3
+
+
 def test_what_the_csvs_have_is_not_run_again(args):
     """The runs' folders may be gone, as on another machine: the CSVs alone lead to the same table."""
     world = compare.FULL
@@ -259,6 +280,8 @@ def test_what_the_csvs_have_is_not_run_again(args):
     compare.run_world(elsewhere, world)
     assert compare.FAILED == [] and compare.report(elsewhere) == table
     assert {path.name: path.read_bytes() for path in args.out.glob("*.csv")} == before
+    points = [(line["method"], line["seed"], line["iteration"]) for line in curves_of(args, world)]
+    assert len(set(points)) == len(points) > 0
     more = compare.missing(replace(elsewhere, seeds=(1, 2, 3)), world)
     assert [cell.seed for cell in more] == [3], "two rows share the runs"
     path = args.out / "compare_tuning.csv"

@@ -810,6 +810,7 @@ def test_a_saved_model_says_what_it_is(toy):
         ("loop_ppo", "minibatch", 0),
         ("loop_ppo", "max_difficulty", 1),
         ("lge_drrn", "top_k", 1),
+        ("chai", "candidates", 1),
         ("ppo", "minibatch", 1),
     ],
 )
