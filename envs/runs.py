@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,9 +32,10 @@ import envs
 
 # ---------------------------------------------------------- 1. the command line
 def cli(kind: type, main: Callable) -> None:
-    """Calls `main` with the command line as a `kind`; whatever goes wrong is one line and exit code 2.
+    """Calls `main` with the command line as a `kind`; bad input is one line and exit code 2.
 
-    With --resume the run's own arguments hold, unless given anew.
+    So is every error of the kinds below; one that nobody has raised in words comes with its place. With
+    --resume the run's own arguments hold, unless given anew.
     """
     import tyro
 
@@ -47,9 +49,28 @@ def cli(kind: type, main: Callable) -> None:
         main(args)
         leave()
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
-        stop(f"disk full: {error}" if getattr(error, "errno", None) in FULL else error)
+        stop(f"disk full: {error}" if getattr(error, "errno", None) in FULL else f"{error}{place_of(error)}")
     except KeyboardInterrupt:
         stop("stopped before there was anything to save")
+
+
+def place_of(error: Exception) -> str:
+    """Where Python itself has raised an error, as somebody's change of a script may make it do."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = "site-packages" not in frame.filename and not frame.filename.startswith(sys.base_prefix)
+    if isinstance(error, OSError) or not is_ours or (frame.line or "").startswith("raise"):
+        return ""
+    return f" ({type(error).__name__} in {frame.filename}, line {frame.lineno})"
+
+
+def say(text: str) -> None:
+    """Prints a line. That nobody reads it any more, or a full disk, costs nothing that was learned."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Ctrl-C has ended the `tee` behind us, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        pass
 
 
 def leave() -> None:
@@ -202,6 +223,7 @@ class Run:
         self.iteration = 0
         self.metrics, self.samples = [], []  # the records of metrics.jsonl, and of samples_file
         self.asked = False  # whether Ctrl-C or SIGTERM has asked the run to end
+        self.saved = None  # the iteration that `save` was last called in
         self.stopped = False  # whether it ends with this iteration
         self.unsaved = {}  # what could not be written the last time, and why
 
@@ -254,15 +276,18 @@ class Run:
         self.last = last
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask_to_stop)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal, but not under nohup
+            signal.signal(signal.SIGHUP, self.ask_to_stop)
         while self.iteration < last:
             self.iteration += 1
             yield self.iteration
-            if self.stopped:  # asked here, as only an iteration saves: a signal before one ends with it
+            # Asked here, as only an iteration saves. A signal behind its save ends the next one.
+            if self.stopped and self.saved == self.iteration:
                 break
 
     def ask_to_stop(self, number, frame) -> None:
         """A handler of signals: the run ends after this iteration; asked twice, it ends at once."""
-        print("stopping after this iteration; --resume goes on from there", flush=True)
+        say("stopping after this iteration; --resume goes on from there")
         signal.signal(number, signal.SIG_DFL)
         self.asked = True
         self.stopped = processes() == 1
@@ -286,7 +311,7 @@ class Run:
         for tag in metrics:
             if re.search(shown, tag):
                 words.append(f"{tag} {defined[tag]:.4g}" if tag in defined else f"{tag} -")
-        print("  ".join(words), flush=True)
+        say("  ".join(words))
         self.metrics.append({"iteration": self.iteration} | defined)
         self.samples += samples
         with self.writing("the curves"):
@@ -303,6 +328,7 @@ class Run:
         """A checkpoint to resume from, and a folder of each of `models`, by name, with its tokenizer."""
         import torch
 
+        self.saved = self.iteration
         if not self.writes:
             return
         state = {name: getattr(self, name) for name in ("iteration", "state", "metrics", "samples")}
@@ -331,10 +357,11 @@ class Run:
             self.writer.close()
         summary = {}
         evaluated = [row for row in self.metrics if any(tag.startswith("eval/") for tag in row)]
-        for prefix, row in (("warm_start", evaluated[:1]), ("eval", evaluated[-1:])):
-            for tag, figure in (row[0] if row else {}).items():
-                if tag.startswith("eval/") and (prefix == "eval" or row[0]["iteration"] == 0):
-                    summary[f"{prefix}_{tag.removeprefix('eval/')}"] = figure
+        for row in evaluated:  # of the later ones the last stays
+            is_start = row["iteration"] == 0
+            prefixes = ["warm_start"] * is_start + ["eval"] * (not is_start or self.iteration == 0)
+            eval_tags = [tag for tag in row if tag.startswith("eval/")]
+            summary |= {f"{p}_{tag.removeprefix('eval/')}": row[tag] for p in prefixes for tag in eval_tags}
         seconds, cpu_seconds = self.seconds()
         summary |= {"iteration": self.iteration, "seed": self.args.seed}
         summary |= {name: value for name, value in self.state.items() if isinstance(value, int | float)}
@@ -343,12 +370,13 @@ class Run:
         summary |= peak_memory(self.args.device) | {"commit": self.commit}
         with self.writing("the summary"):
             write_json(self.folder / "summary.json", summary)
-        print(json.dumps(summary))
+        say(json.dumps(summary))
         start, end = summary.get("warm_start_return"), summary.get("eval_return")
-        if start is not None and end < start:
-            print(f"The run ends below its start: it returned {start:.2f} at first, {end:.2f} at last.")
-        for reason in self.unsaved.values():
-            raise OSError(f"{self.folder}: {reason}; what is saved there is of an earlier iteration")
+        if start is not None and end is not None and end < start:
+            say(f"The run ends below its start: it returned {start:.2f} at first, {end:.2f} at last.")
+        for what, reason in self.unsaved.items():
+            older = "; the one that is there is of an earlier iteration" if what == "the checkpoint" else ""
+            raise OSError(f"{self.folder}: {what}: {reason}{older}")
         return summary
 
     def seconds(self) -> tuple[float, float]:
@@ -368,9 +396,10 @@ class Run:
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             reason = f"disk full ({said})" if is_full(self.folder, error) else said
             self.unsaved[what] = f"not saved at iteration {self.iteration}: {reason}"
-            print(self.unsaved[what], flush=True)
+            say(self.unsaved[what])
             for path in self.folder.glob("*.tmp"):  # half-written, it takes room
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                with suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def card(self, name: str) -> str:
         """The README.md of a saved model, which Hugging Face shows: what it is, and how it is spoken to."""
@@ -473,8 +502,9 @@ def write_text(path: Path, text: str) -> None:
 
 def is_full(run: Path, error: Exception) -> bool:
     """Whether it was for want of room: safetensors says so only in words, and torch not at all."""
-    is_known = getattr(error, "errno", None) in FULL
-    return is_known or "os error 28" in str(error) or shutil.disk_usage(run).free < 2**16
+    if getattr(error, "errno", None) in FULL or "os error 28" in str(error):
+        return True
+    return run.exists() and shutil.disk_usage(run).free < 2**16
 
 
 def commit() -> str:

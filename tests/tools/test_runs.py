@@ -86,7 +86,7 @@ def train(args: Toy, each=lambda run: None) -> dict:
 @pytest.fixture(autouse=True)
 def as_before():
     """The signals and the threads of this process after a test that trains in it."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -177,6 +177,21 @@ def test_a_full_disk_and_control_c_before_the_first_iteration_are_one_line(monke
 
     assert one_line(monkeypatch, capsys, main=full).startswith("disk full: ")
     assert one_line(monkeypatch, capsys, main=stopped) == "stopped before there was anything to save"
+
+
+def test_what_python_itself_raises_comes_with_its_place(monkeypatch, capsys):
+    """As when somebody has changed a script; what was raised in words needs none."""
+
+    def changed(args):
+        [_, _] = [1]
+
+    def known(args):
+        raise ValueError("--rate 2: too high")
+
+    said = one_line(monkeypatch, capsys, main=changed)
+    line = changed.__code__.co_firstlineno + 1
+    assert said.startswith("not enough values") and said.endswith(f"(ValueError in {__file__}, line {line})")
+    assert one_line(monkeypatch, capsys, main=known) == "--rate 2: too high"
 
 
 def test_what_is_nobodys_mistake_is_seen_in_full(monkeypatch):
@@ -566,13 +581,75 @@ def test_who_could_not_save_the_last_ends_with_exit_code_2(monkeypatch, toy, pat
         monkeypatch, capsys, *words, main=lambda args: train(args, full_at(range(3, 5), name, ENOSPC))
     )
     folder = folder_of(args)
-    assert said.startswith(f"{folder}: not saved at iteration 4: disk full")
-    assert said.endswith("; what is saved there is of an earlier iteration")
+    what = {"metrics.jsonl": "the log", "checkpoint": "the checkpoint", "summary.json": "the summary"}[name]
+    assert said.startswith(f"{folder}: {what}: not saved at iteration 4: disk full")
+    assert said.endswith("; the one that is there is of an earlier iteration") == (name == "checkpoint")
     assert not list(folder.rglob("*.tmp"))
     if name == "checkpoint":
         assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 2
     if name != "summary.json":
         assert json.loads((folder / "summary.json").read_text())["iteration"] == 4
+
+
+def test_a_folder_that_is_gone_is_no_full_disk(tmp_path):
+    assert not runs.is_full(tmp_path / "gone", ValueError("no such file"))
+
+
+BEHIND_A_PIPE = """
+import signal, sys, time
+sys.path[:0] = {path!r}
+import test_runs
+from envs import runs
+args = test_runs.Toy(runs={runs!r}, iterations=9, save_every=9)
+def each(run):
+    if run.iteration == 3:
+        print("now", flush=True)
+        sys.stdin.read()  # until the other end has been closed
+        signal.raise_signal(signal.SIGINT)
+test_runs.train(args, each)
+"""
+
+
+def test_control_c_saves_when_nobody_reads_any_more(tmp_path):
+    """As in `| tee log`, which the same Ctrl-C ends."""
+    code = BEHIND_A_PIPE.format(path=[str(Path(__file__).parent), *sys.path], runs=str(tmp_path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    child = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    while child.stdout.readline() != "now\n":
+        assert child.poll() is None, child.stderr.read()
+    child.stdout.close()
+    child.stdin.close()
+    said = child.stderr.read()
+    assert child.wait(60) == 0, said
+    (folder,) = tmp_path.iterdir()
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["iteration"] == 3
+    assert json.loads((folder / "summary.json").read_text())["iteration"] == 3
+
+
+def test_a_signal_behind_the_save_ends_the_next_iteration(toy):
+    """Not this one, of which nothing would be saved."""
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    done = []
+    for iteration in run.iterations(9):
+        done.append(iteration)
+        if run.stopped:
+            run.save({})
+        if iteration == 4:
+            signal.raise_signal(signal.SIGTERM)
+    assert done == [1, 2, 3, 4, 5] and run.saved == 5
+
+
+def test_an_evaluation_of_the_start_is_none_of_what_was_learned(toy):
+    """Where a run ends before its first evaluation; with --iterations 0 it is both."""
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    run.log({"eval/return": 1.0}, "")
+    both = run.finish()
+    assert both["warm_start_return"] == both["eval_return"] == 1.0
+    for _ in run.iterations(2):
+        run.log({"loss": 1.0}, "")
+    assert run.finish()["warm_start_return"] == 1.0 and "eval_return" not in run.finish()
 
 
 def test_curves_that_cannot_be_written_end_nothing_either(toy, capsys):
