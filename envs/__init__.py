@@ -158,7 +158,7 @@ INVALID = re.compile("invalid|illegal action", re.IGNORECASE)  # how the worlds 
 LATE = 8  # turns before those that `summarise` searches for repetitions
 
 
-def make(id: str, **options):
+def make(id: str, /, **options):
     """A new world, by an id of ENVS or, for all others, by what docs/your_world.md says.
 
     Raises ValueError for an unknown id or option and Unavailable for a missing package or file.
@@ -185,19 +185,31 @@ def construct(id: str, target: str, options: dict):
     module, _, name = target.rpartition(":")
     found = import_module(module)
     if not hasattr(found, name):
-        raise ValueError(f"{id}: there is no {name} in {found.__file__}")
+        raise ValueError(f"{id}: there is no {name} in {getattr(found, '__file__', None) or module}")
     world_class = getattr(found, name)
     try:
         known = inspect.signature(world_class).parameters
     except TypeError as error:
         raise NotAWorld(f"{id}: {error}, and no class of a world") from error
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for option, value in options.items():
         if option not in known:
+            if takes_any:
+                continue
             raise ValueError(f"{id} has no option {option!r}; it has: {', '.join(known) or 'none'}")
         kind = known[option].annotation
         is_number = kind == "int" or int in (kind, *get_args(kind))
         if is_number and isinstance(value, str):
             raise ValueError(f"{id}: {option} must be a whole number, not {value!r}")
+        if kind in (bool, "bool"):
+            if str(value) not in ("True", "False", "1", "0"):
+                raise ValueError(f"{id}: {option} must be True or False, not {value!r}")
+            options[option] = str(value) in ("True", "1")
+        if kind in (float, "float"):
+            try:
+                options[option] = float(value)
+            except ValueError:
+                raise ValueError(f"{id}: {option} must be a number, not {value!r}") from None
         is_text = str in (kind, *get_args(kind)) or (isinstance(kind, str) and "str" in kind)
         if isinstance(value, int) and is_text and not is_number:
             options[option] = str(value)  # a folder may have a number for its name
@@ -218,7 +230,7 @@ def construct(id: str, target: str, options: dict):
 
 
 def options(text: str) -> dict[str, int | str]:
-    """The options of a world from a command line; whole numbers become int.
+    """The options of a world from a command line; whole numbers become int, and nothing an empty text.
     Raises ValueError for anything else.
 
     >>> options("matching=paper,max_turns=5")
@@ -226,8 +238,8 @@ def options(text: str) -> dict[str, int | str]:
     """
     found = {}
     for part in text.split(",") if text else []:
-        name, _, value = part.strip().partition("=")
-        if not name.isidentifier() or not value or name in found:
+        name, is_set, value = part.strip().partition("=")
+        if not name.isidentifier() or not is_set or name in found:
             raise ValueError(
                 f"{part!r} in {text!r} is no option: write NAME=VALUE,NAME=VALUE, each name once"
             )

@@ -41,6 +41,7 @@ def adapt(id: str, options: dict) -> "Adapted":
         known = ", ".join([*envs.ENVS, "module:Class", "ids of gymnasium (docs/your_world.md)"])
         module, _, name = id.rpartition(".")
         name = "MyWorld" if name == "py" else name  # a file's name
+        module = module.strip("./").replace("/", ".")
         hint = f" (or is it {module}:{name}?)" if module and name.isidentifier() else ""
         raise ValueError(f"unknown environment {id!r}{hint}; known: {known}") from error
     except gymnasium.error.Error as error:
@@ -146,6 +147,13 @@ class Adapted(gymnasium.Env):
         text, reward, terminated, truncated, info = result
 
         info = {"action": action} | info
+        outcome = info.pop("result", {})  # which has a meaning at the end only
+        for part, value, kind in (("action", info["action"], str), ("result", outcome, dict)):
+            if not isinstance(value, kind):
+                raise envs.NotAWorld(
+                    f'{self.id}: info["{part}"] of step must be {kind.__name__}, '
+                    f"not {on_a_line(value)}; {PAGE}"
+                )
         so_far = self.observation + info["action"]
         if self.keeps_dialogue:
             text = f"{so_far}\n{text.strip()}\n"
@@ -160,8 +168,7 @@ class Adapted(gymnasium.Env):
         truncated = not terminated and (truncated or self.turns >= self.max_turns)
         self.over = terminated or truncated
         if self.over:
-            result = {"return": self.total, "length": self.turns, "success": False}
-            info["result"] = result | info.get("result", {})
+            info["result"] = {"return": self.total, "length": self.turns, "success": False} | outcome
         return self.observation, float(reward), terminated, truncated, info
 
     def render(self) -> str:
@@ -197,7 +204,10 @@ class Adapted(gymnasium.Env):
         try:
             find = getattr(self.world, "get_wrapper_attr", partial(getattr, self.world))
             found = find(name)
-        except AttributeError:
+        except AttributeError as error:
+            bare = getattr(self.world, "unwrapped", self.world)
+            if inspect.getattr_static(bare, name, None) is not None:  # it is there, and fails
+                raise envs.NotAWorld(f"{self.id}: {name} fails: {error}") from error
             found = None
         return default if found is None else found
 

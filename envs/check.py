@@ -132,7 +132,7 @@ def leaves_generators_alone(make):
 
 
 def satisfies_gymnasium(make):
-    """With this, gymnasium's own checker, `check_env`, finds nothing wrong."""
+    """As `envs.make` makes it, it passes gymnasium's own checker, `check_env`."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(make(), skip_render_check=True)  # which wants a registered world

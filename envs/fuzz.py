@@ -1,6 +1,6 @@
 """Whether a world stands any text, and pays for nothing that is not known: for authors of worlds.
 
-    python -m envs.fuzz my-world --turns 10000
+    python -m envs.fuzz my_module:MyWorld --turns 10000
 
 It plays hostile text and what scripted players say in other tasks, in no order, and stops at the first
 broken promise:

@@ -7,6 +7,7 @@ python -m envs.play twenty-questions --agent runs/RUN --greedy  # it asks, you t
 """
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def typed(multiline: bool) -> str:
 def introduction(world) -> str:
     """What a person should know before the first turn: rules, number of turns, an example."""
     lines = [getattr(world, "rules", ""), f"You have {world.max_turns} turns."]
-    if world.players:
+    if world.players and world.append_only:  # elsewhere an action hardly makes sense in another task
         lines.append(f"For example: {world.demonstrations(1, 0)[0]['actions'][0]}")
     return textwrap.fill(" ".join(lines).strip(), 100) + "\n\n"
 
@@ -147,9 +148,12 @@ def player_of(args: argparse.Namespace, world) -> Player:
     if not args.agent:
         return lambda observations, actions: typed(getattr(world, "multiline", False))
     agent = Agent(args.agent, world.append_only, args.greedy, args.seed)
+    saved = Path(args.agent, "args.json")  # a run's: an action is cut there as it was in training
+    run = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
+    max_tokens = run.get("max_action_tokens", world.max_action_chars)
 
     def player(observations: list[str], actions: list[str]) -> str:
-        action = agent.write(observations, actions, max_tokens=world.max_action_chars)
+        action = agent.write(observations, actions, max_tokens)
         action = (action if getattr(world, "multiline", False) else action.split("\n")[0]).strip()
         print(f"> {action}", flush=True)
         return action
@@ -179,8 +183,9 @@ def main() -> int:
         task = {} if args.index is None else {"index": args.index}
         observation, info = world.reset(seed=args.seed, options=task)
         player = player_of(args, world)
-        if args.agent and observation == QUESTIONS:
-            answer(player, getattr(world, "words", None) or world.cities, world.max_turns)
+        hidden = getattr(world, "words", None) or getattr(world, "cities", None)
+        if args.agent and observation == QUESTIONS and hidden:
+            answer(player, hidden, world.max_turns)
             return 0
         if not args.agent:
             print(introduction(world), end="")

@@ -16,13 +16,17 @@ PAGES = Path(__file__).parent.parent / "docs"
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
-def meanings() -> dict[str, str]:
-    """What each metric means, by its tag, from the tables of the pages in docs/."""
-    rows = (
-        row for page in sorted(PAGES.glob("*.md")) for row in page.read_text(encoding="utf-8").split("\n")
-    )
-    found = (re.match(r"\| `([\w/]+)` \| ([^|]+)", row) for row in rows)
-    return {match[1]: match[2].strip() for match in found if match}
+def meanings(runs: list[Path]) -> dict[str, str]:
+    """What each metric means, by its tag, from the pages in docs/ of the scripts that made the runs."""
+    found = {}
+    for run in runs:
+        script = [*run.absolute().name.split("__"), ""][1]  # ENV__SCRIPT__SEED__TIME
+        page = PAGES / f"{script.removesuffix('_multigpu')}.md"
+        pages = [page] if page.exists() else sorted(PAGES.glob("*.md"))  # a folder may have another name
+        rows = [row for page in pages for row in page.read_text(encoding="utf-8").split("\n")]
+        for match in filter(None, (re.match(r"\| `([\w/]+)` \| ([^|]+)", row) for row in rows)):
+            found.setdefault(match[1], match[2].strip())  # of two scripts the first run's
+    return found
 
 
 def turns_of(record: dict) -> list[dict]:
@@ -78,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the file; by default view.html in the first run's folder")
     args = parser.parse_args()
     try:
-        data = {"runs": [read(run) for run in args.runs], "meanings": meanings()}
+        data = {"runs": [read(run) for run in args.runs], "meanings": meanings(args.runs)}
         text = json.dumps(data).replace("<", "\\u003c")  # so that no dialogue ends the script
         page = TEMPLATE.read_text(encoding="utf-8").replace("DATA", text)
         out = args.out or args.runs[0] / "view.html"

@@ -169,15 +169,17 @@ def variation(task: str, number: int) -> Variation:
             where[name] = place if name in facts["needed"] else rng.choice([x for x in rooms if x != place])
 
     # --- the task in words: the first box is that of a yes
-    right, wrong = boxes[:2] if facts["is_yes"] else boxes[1::-1]
+    right, wrong = boxes[:2]
+    if not facts["is_yes"]:
+        right, wrong = wrong, right
     words = facts | {"box": boxes[0], "other": boxes[1], "place": place or box_rooms[boxes[0]]}
     text = rng.choice(BOOK["tasks"][task][split]).format(**words)
     targets = facts["needed"]
     if task in FOUND:
         targets = [name for name in lying if THINGS[name].kind in FOUND[task]]
     known = {name: facts[name] for name in ("thing", "plant", "mixed")}
-    facts = {"box": right, "other": wrong, **known}
-    return Variation(task, split, text, box_rooms, where, degrees, frozenset(targets), **facts)
+    named = {"box": right, "other": wrong, **known}
+    return Variation(task, split, text, box_rooms, where, degrees, frozenset(targets), **named)
 
 
 def question(task: str, split: str, degrees: dict[str, int], rng: random.Random) -> dict:
@@ -567,7 +569,7 @@ class School(gymnasium.Env):
     The observation is the task, the room, the bag with the exercise book and what the last action did. The
     book has what was focused on, measured, tested and watered: no player has to remember these. For policies
     that read the parts alone `info` has "task", "look", "inventory", "observation", and besides "valid", the
-    sorted list of valid actions, and "score". ("died" is always False: there is no other process.)
+    sorted tuple of valid actions, and "score". ("died" is always False: there is no other process.)
 
     An action is cut at its first newline, stripped and cut to `max_action_chars`; `info["action"]` is what
     remains. It may be written in capitals. What is not valid costs a turn and changes nothing; but to focus
@@ -575,10 +577,11 @@ class School(gymnasium.Env):
     """
 
     rules = (
-        "Do what the task asks. You can: go to or teleport to ROOM, look around, inventory, wait, and with "
+        "Do what the task asks. You can: go to ROOM, look around, inventory, wait, and with "
         "what you see: focus on, look at, pick up, put down, eat THING; move THING to PLACE; use THING on "
         "THING; connect THING to THING; activate, deactivate DEVICE; mix BOWL. To focus on a thing is to "
-        "choose it: a wrong one, or one that you do not see, ends the exercise. The best score is 100."
+        "choose it: a wrong one, or one that you do not see, ends the exercise. The best score is 100. "
+        "Unless the simplifications are empty, you can also teleport to ROOM."
     )
     id = "school"
     max_action_chars = 200

@@ -53,6 +53,19 @@ def test_the_page_holds_the_run_and_nothing_from_outside(run):
     assert not re.search(r"(src|href)=|https?:|@import|url\(", page.replace(html.escape(str(run)), ""))
 
 
+@pytest.mark.parametrize(
+    ("script", "own"),
+    [("archer", "E2, mean square"), ("chai", "E2, likewise"), ("archer_multigpu", "E2, mean")],
+)
+def test_a_metric_is_explained_by_the_page_of_its_script(script, own):
+    """Two pages may have the same tag."""
+    path = Path("runs", f"twenty-questions__{script}__1__20260101-000000-000000")
+    found = view.meanings([path])
+    assert found["critic/v_loss"].startswith(own)
+    assert all(re.fullmatch(r"\w+/\w+", tag) for tag in found if "/" in tag)
+    assert view.meanings([path, Path("runs/RUN")])["critic/v_loss"] == found["critic/v_loss"]
+
+
 def test_every_script_s_dialogues_are_understood():
     turn = {"action": "x", "reply": "\n=> 1\n", "reward": 0.5, "log-prob": -0.25}
     loop = {"iteration": 1, "return": 0.5, "fate": "ended", "text": "Task\nx\n=> 1\n", "turns": [turn]}

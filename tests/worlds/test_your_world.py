@@ -326,10 +326,65 @@ def test_a_world_that_cannot_go_on_says_so_as_what_it_is(monkeypatch):
             worlds.step({0: "1"})
 
 
+class Typed(Bare):
+    """Its options have types, and there may be others."""
+
+    def __init__(self, on: bool = True, rate: float = 1.0, **others):
+        self.got = (on, rate, others)
+
+
+class Talkative(Bare):
+    """It has a result in every turn, one of which is no dict."""
+
+    def step(self, action):
+        info = {"result": {"success": True}} if action != "none" else {"result": None}
+        info |= {"action": 7} if action == "seven" else {}
+        return "Yes.", 0.0, action == "end", False, info
+
+
+class Slip(Bare):
+    """A property that fails."""
+
+    @property
+    def players(self):
+        return self.plyers
+
+
+def test_a_result_counts_at_the_end_only():
+    world = envs.make(f"{HERE}:Talkative")
+    world.reset(seed=0)
+    assert "result" not in world.step("go")[4]
+    assert world.step("end")[4]["result"] == {"return": 0.0, "length": 2, "success": True}
+
+
+@pytest.mark.parametrize(("action", "part"), [("none", "result"), ("seven", "action")])
+def test_what_step_tells_has_its_type(action, part):
+    world = envs.make(f"{HERE}:Talkative")
+    world.reset(seed=0)
+    with pytest.raises(envs.NotAWorld, match=rf'info\["{part}"\] of step must be '):
+        world.step(action)
+
+
+def test_an_attribute_that_fails_is_not_absent():
+    with pytest.raises(envs.NotAWorld, match="players fails: 'Slip' object has no attribute 'plyers'"):
+        envs.make(f"{HERE}:Slip").own("players")
+
+
+def test_a_file_in_the_place_of_a_module_gets_a_hint_that_works():
+    with pytest.raises(ValueError, match=r"or is it mine\.my_world:MyWorld\?"):
+        envs.make("mine/my_world.py")
+
+
 def test_options_are_arguments_of_the_class():
     assert envs.make(f"{HERE}:Choosy", **envs.options("size=3")).id == f"{HERE}:Choosy"
     assert envs.make(f"{HERE}:Loose", **envs.options("size=3,count=4,folder=5")).got == (3, 4, "5")
     assert envs.make(f"{HERE}:Numbers", **envs.options("noise=1,hard=0,name=7")).got == (1, 0, "7")
+    assert envs.make(f"{HERE}:Typed", **envs.options("on=False,rate=0.1,id=3")).got == (False, 0.1, {"id": 3})
+    assert envs.make(f"{HERE}:Typed", **envs.options("on=1,rate=2")).got == (True, 2.0, {})
+    with pytest.raises(ValueError, match="on must be True or False, not 'maybe'"):
+        envs.make(f"{HERE}:Typed", on="maybe")
+    with pytest.raises(ValueError, match="rate must be a number, not 'high'"):
+        envs.make(f"{HERE}:Typed", rate="high")
     with pytest.raises(ValueError, match="size must be a whole number, not 'big'"):
         envs.make(f"{HERE}:Choosy", size="big")
     with pytest.raises(ValueError, match="has no option 'sise'; it has: size, colour"):
