@@ -6,11 +6,11 @@
     python sft.py --resume runs/...                     # the commands behind checkpoints/ are in its README
 
 Paper: Zhou et al. 2024 (ArCHer), arXiv:2402.19446
-  E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks      BC in sec. 5.7   imitation_loss
-Differs from the paper; the option in brackets undoes D1 and D3, and switches on the others (docs/sft.md):
+  E1  -sum w log pi(x_t | x_<t) / sum w,  w = 1 where the agent speaks    "BC" in sec. 5.7   imitation_loss
+Differs from the paper, which has no formula; options undo D1 and D3, and switch on D2, D5, D6 (docs/sft.md):
   D1  A tiny Llama from scratch (--model gpt2); in its vocabulary a word, or even a whole line, is one token.
   D2  Optional data augmentation: drills on repeated tokens (--drills N) teach it to copy, exchanged words
-      (--exchanged SHARE) to read, dialogues about imaginary things (--imaginary SHARE) to look back.
+      (--exchanged SHARE) to read.
   D3  It also learns to predict the replies (--reply-weight 0), and so what a question reveals.
   D4  An action that a dialogue marks as a mistake is read but not imitated; the reply to it is predicted.
   D5  Filtered BC (--keep 0.1) is that of sec. 5.7, on a fixed set; that of sec. 5.2 uses the newest rollouts.
@@ -65,11 +65,10 @@ class Args:
     # --- data
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player produces
-    fresh: bool = False  # new demonstrations for every epoch
-    keep: float = 1.0  # share of the dialogues that is learned, those of the highest returns (paper: 0.1)
+    fresh: bool = False  # new demonstrations for every epoch, made with the seeds seed, seed + 1 ...
+    keep: float = 1.0  # share of the dialogues that is learned, those of the highest returns (Table 3: 0.1)
     drills: int = 0  # repeating random sequences, learned before everything else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
-    imaginary: float = 0.0  # imaginary dialogues per real one in the first epoch; fewer later (D2)
 
     # --- algorithm
     reply_weight: float = 1.0  # weight of reply tokens in the loss (D3; 0: none); those of the agent have 1
@@ -77,12 +76,12 @@ class Args:
     batch: int = 16  # dialogues per update (paper, Table 3: 32)
     micro_batch: int = 0  # how many of these per forward pass; 0: all
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the matrices of the layers (D6)
-    lr: float = 3e-3  # peak learning rate (paper, Table 3: 2e-4; Filtered BC 3e-4 or 3e-5)
+    lr: float = 3e-3  # peak learning rate, for a tiny model; a pretrained one takes 2e-4 (paper, Table 3)
     warm_up: int = 50  # updates of linear warm-up (0: none), before the linear decay to zero
 
     # --- evaluation
     max_action_tokens: int = 48  # tokens after which an action is cut off in the evaluation
-    eval_episodes: int = 0  # tasks per evaluation, from the first on; 0 takes all
+    eval_episodes: int = 0  # tasks per evaluation, from the first on, each in a world of its own; 0: all
 
 
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
@@ -183,35 +182,6 @@ def drills(tokens: np.ndarray, n: int, rng) -> list[Row]:
     return rows
 
 
-def imagine(dialogues: list[dict], n: int, rng) -> list[dict]:
-    """D2: `n` dialogues about imaginary things, in which an action has the same random reply every time.
-
-    Each takes four to twelve actions from `dialogues`; the replies are the two most frequent ones. They can
-    be predicted only by looking back to the same action earlier. No action in them is to be imitated.
-    """
-    said = Counter()
-    actions = []
-    for dialogue in dialogues:
-        said.update(envs.replies(dialogue["observations"], dialogue["actions"]))
-        actions += dialogue["actions"]
-    usual = [reply for reply, _ in said.most_common(2)]
-    turns = max(len(dialogue["actions"]) for dialogue in dialogues)
-    made = []
-    for _ in range(n):
-        places = rng.integers(len(actions), size=rng.integers(4, 13))
-        some = [actions[i] for i in places]
-        reply_of = {action: usual[rng.integers(len(usual))] for action in some}
-        text = dialogues[0]["observations"][0]
-        dialogue = {"observations": [text], "actions": [], "imitate": [False] * turns}
-        for i in rng.integers(len(some), size=turns):
-            action = some[i]
-            text += action + reply_of[action]
-            dialogue["actions"].append(action)
-            dialogue["observations"].append(text)
-        made.append(dialogue)
-    return made
-
-
 def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
     """D2: replaces 30 % of the words that the row's actions copy, throughout the row, by words not in it."""
     ids, kinds = row.numpy().T
@@ -228,17 +198,11 @@ def exchange_words(row: Row, words: np.ndarray, rng) -> Row:
 
 
 def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng) -> list[Row]:
-    """The rows of an epoch: in epoch 0 the drills, in all others the dialogues, augmented as in D2.
-
-    There are fewer imaginary dialogues from epoch to epoch, as what they say of things is false.
-    """
+    """The rows of an epoch: in epoch 0 the drills, in all others the dialogues, augmented as in D2."""
     if epoch == 0:
-        ids = np.arange(257, len(tokenizer))  # behind the end token and the 256 bytes
+        ids = np.arange(257, len(tokenizer))  # behind the tiny model's end token and 256 bytes
         tokens = np.setdiff1d(ids, tokenizer.all_special_ids)
         return drills(tokens, args.drills, rng)
-    epochs_left = args.epochs + 1 - epoch
-    n = round(args.imaginary * len(dialogues) * epochs_left / args.epochs)
-    dialogues = dialogues + imagine(dialogues, n, rng)
     rows = rows_to_learn(dialogues, tokenizer, args.context, args.reply_weight)
     words = np.array(models.words_of(tokenizer))
     for i, row in enumerate(rows):
@@ -260,13 +224,13 @@ def batches_of(rows: list[Row], size: int, rng) -> list[list[Row]]:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B rows of a batch, T tokens, M all tokens of a batch that have a loss, V vocabulary.
-def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor, total) -> torch.Tensor:
-    """E1, in nats per token; for a part of a batch, its share. `total` is the sum of weights of the batch.
+def imitation_loss(logp_M: torch.Tensor, weight_M: torch.Tensor, total_weight) -> torch.Tensor:
+    """E1, in nats per token; for a part of a batch, its share of it. `total_weight` is the whole batch's.
 
     >>> imitation_loss(torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0]), 2.0).item()
     2.0
     """
-    return -(logp_M * weight_M).sum() / total  # E1
+    return -(logp_M * weight_M).sum() / total_weight  # E1
 
 
 def lr_share(step: int, progress: float, warm_up: int) -> float:
@@ -328,6 +292,9 @@ def make_tiny(dialogues: list[dict], args: Args):
         for text in [texts[0], *actions, *replies]:
             lines = re.split(r"\n(?=.)", text)  # a newline at the end stays
             said.update(filter(str.strip, lines))
+    heads = max(1, args.width // 32)
+    if args.width % (2 * heads):
+        raise ValueError(f"--width {args.width}: take a multiple of 32, or an even number below it")
     tokenizer = make_vocabulary(said, args.vocabulary, args.phrases)
     end = tokenizer.eos_token_id
     config = transformers.LlamaConfig(
@@ -335,7 +302,7 @@ def make_tiny(dialogues: list[dict], args: Args):
         hidden_size=args.width,
         intermediate_size=args.inner,
         num_hidden_layers=args.layers,
-        num_attention_heads=max(1, args.width // 32),
+        num_attention_heads=heads,
         max_position_embeddings=args.context,
         initializer_range=args.init,
         tie_word_embeddings=True,
@@ -411,15 +378,15 @@ def make_optimizers(model, kind: str, lr: float) -> list:
 
 def update(model, optimizers, rows: list[Row], micro_batch: int, reply_weight: float) -> dict:
     """One step on E1, with `micro_batch` rows in memory at a time (0: all); returns metrics."""
-    kind_M = torch.cat([row[1:, 1] for row in rows])
-    total = (kind_M == ACTION).sum() + reply_weight * (kind_M == REPLY).sum()
+    kinds = torch.cat([row[1:, 1] for row in rows])
+    total_weight = (kinds == ACTION).sum() + reply_weight * (kinds == REPLY).sum()
     losses = []
     learned = []
     model.zero_grad()
     for part in models.micro_batches(rows, micro_batch or len(rows)):
         logp_M, kind_M = score(model, part)
         weight_M = torch.where(kind_M == ACTION, 1.0, reply_weight)
-        loss = imitation_loss(logp_M, weight_M, total)
+        loss = imitation_loss(logp_M, weight_M, total_weight)
         loss.backward()
         losses.append(loss.item())
         learned.append(torch.stack([-logp_M.detach(), kind_M]))
@@ -505,7 +472,7 @@ def main(args: Args) -> dict[str, float]:
         sampled = play(model, args, greedy=False)
         run.log(envs.summarise(sampled, "eval/{}"), "return")
 
-    # --- epoch by epoch, with an evaluation after the last update
+    # --- epoch by epoch
     logs = []
     position = run.state["position"]
     run.rng.bit_generator.state = position["rng"]  # makes the epoch's batches again
@@ -519,7 +486,8 @@ def main(args: Args) -> dict[str, float]:
         if epoch == 1 and position["batch"] == 0:
             for optimizer in optimizers:
                 optimizer.state.clear()  # moments are tiny after the drills: steps would be huge
-        passes = args.epochs if epoch > 0 else 1  # epochs of one decay of the rate; drills have their own
+        # A decay of the rate spans `passes` epochs, of which `passed` are over; the drills have their own.
+        passes = args.epochs if epoch > 0 else 1
         passed = max(0, epoch - 1)
         earlier = run.iteration - position["batch"]  # updates of the epochs before this one
         for iteration in run.iterations(earlier + len(batches)):
@@ -535,21 +503,21 @@ def main(args: Args) -> dict[str, float]:
             is_last = epoch == args.epochs and number + 1 == len(batches)
             is_due = args.save_every > 0 and iteration % args.save_every == 0
             if is_due or is_last or run.stopped:
-                metrics = runs.means(logs)
-                samples = []
-                if is_last:  # first the checkpoint, as a world may break
-                    run.save(models.to_save("actor", model))
-                    greedy = play(model, args, greedy=True)
-                    sampled = play(model, args, greedy=False)
-                    metrics |= envs.summarise(greedy, "eval/{}_greedy")
-                    metrics |= envs.summarise(sampled, "eval/{}")
-                    samples = sampled[:8]
-                run.log(metrics, "", samples)
+                run.log(runs.means(logs), "")
                 run.save(models.to_save("actor", model))
                 logs = []
-        if run.stopped:
+        if run.stopped or epoch == args.epochs:
             break
         position["batch"] = 0
+
+    # --- evaluation, which a run that has ended has
+    if not run.stopped and "eval/return_greedy" not in run.metrics[-1]:
+        greedy = play(model, args, greedy=True)
+        sampled = play(model, args, greedy=False)
+        metrics = envs.summarise(greedy, "eval/{}_greedy")
+        metrics |= envs.summarise(sampled, "eval/{}")
+        run.log(metrics, "", sampled[:8])
+        run.save(models.to_save("actor", model))  # again: its card has these figures
     return run.finish()
 
 

@@ -43,6 +43,7 @@ import operator
 import os
 import re
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -422,6 +423,8 @@ class VecTextEnv:
         added, dialogue["success"] = play_out(partial(self._call, i, "step"))
         if dialogue["rewards"]:
             dialogue["rewards"][-1] += added
+        else:  # the scripts leave it out
+            warnings.warn("the beginning of a task fills the context; it does not count", stacklevel=2)
         self.truncated[i] = dialogue["cut"] = True
 
     def close(self) -> None:

@@ -137,12 +137,15 @@ def check(args, script: str) -> None:
     counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch", "worlds")
     counts += ("logit_chunk", "steps", "top_k", "copy_every", "memory", "max_difficulty", "candidates")
     at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
-    at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight", "imaginary"), 0)
+    at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight"), 0)
     at_least["minibatch"] = 0 if script.startswith("loop") else 1  # 0: all
     at_least["eval_episodes"] = 0 if script.startswith(("loop", "lge", "sft")) else 1  # all, or none
     for name, least in at_least.items():
         if getattr(args, name, least) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least {least}")
+    longest = getattr(args, "max_action_tokens", 0)
+    if longest >= getattr(args, "context", math.inf):
+        raise ValueError(f"--max-action-tokens {longest}: there is no room in --context {args.context}")
     check_device(args.device)
     wanted = Path(args.resume or args.runs).absolute()
     place = next(path for path in (wanted, *wanted.parents) if path.exists())

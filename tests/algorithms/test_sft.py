@@ -416,37 +416,6 @@ def test_drills_repeat_and_only_what_repeats_is_learned():
     assert len(periods) > 15
 
 
-def test_of_an_imaginary_thing_only_what_was_answered_before_is_known():
-    dialogues = envs.make("twenty-questions").demonstrations(300, 0)
-    rng = np.random.default_rng(0)
-    before = rng.bit_generator.state
-    assert sft.imagine(dialogues, 0, rng) == [] and rng.bit_generator.state == before, "none costs no number"
-    said = {action for d in dialogues for action in d["actions"]}
-    first, again = Counter(), 0
-    for made in sft.imagine(dialogues, 200, rng):
-        replies, answers = envs.replies(made["observations"], made["actions"]), {}
-        assert len(replies) == 20 and set(made["actions"]) <= said and len(set(made["actions"])) <= 12
-        assert made["observations"][0] == dialogues[0]["observations"][0]
-        for action, reply in zip(made["actions"], replies, strict=True):
-            first[reply] += action not in answers
-            again += action in answers
-            assert answers.setdefault(action, reply) == reply
-    assert again > first.total()
-    assert {reply for reply, n in first.items() if n} == {" Yes.\n", " No.\n"}, "the most frequent ones"
-    assert 0.45 < first[" Yes.\n"] / first.total() < 0.55, "nobody can foresee them"
-
-
-def test_so_many_imaginary_dialogues_are_among_an_epoch_s(tiny):
-    _, tokenizer, _ = tiny
-    dialogues = Parrot().demonstrations(300, 1)
-    for share, epoch, n in ((0.0, 1, 0), (0.25, 1, 75), (0.25, 2, 50), (0.25, 3, 25)):
-        args, rng = sft.Args(**TINY | {"imaginary": share, "epochs": 3}), np.random.default_rng(0)
-        rows = sft.rows_of_epoch(epoch, dialogues, tokenizer, args, rng)
-        assert len(rows) == 300 + n
-        for row in rows[300:]:  # replies are learned, nothing is imitated
-            assert set(row[:, 1].tolist()) == {CONTEXT, REPLY}
-
-
 def test_exchanged_words_are_exchanged_throughout():
     words, rng = np.arange(100, 200), np.random.default_rng(0)
     said, read, other = [110, 120, 130, 140], [110, 120, 130, 140, 150], [5, 6]
@@ -857,8 +826,9 @@ def test_a_run_leaves_what_it_must(tmp_path):
     assert summary["episodes"] == 40 and summary["iteration"] == 11
     assert sft.Args(**json.loads((run / "args.json").read_text())) == small(tmp_path, save_every=3, drills=8)
     rows = lines(run / "metrics.jsonl")
-    assert [row["iteration"] for row in rows] == [3, 6, 9, 11]
-    assert ["eval/return" in row for row in rows] == [False, False, False, True]
+    assert [row["iteration"] for row in rows] == [3, 6, 9, 11, 11]
+    assert ["eval/return" in row for row in rows] == [False, False, False, False, True]
+    assert ["train/loss" in row for row in rows] == [True, True, True, True, False]
     assert len(lines(run / "rollouts.jsonl")) == 8 and list(run.glob("events.out.tfevents.*"))
     assert not list(run.rglob("*.tmp"))
     torch.load(run / "checkpoint.pt", weights_only=True)
@@ -886,7 +856,7 @@ def test_a_model_that_exists_goes_on(trained, tmp_path):
     found = [row["eval/return"] for row in lines(run / "metrics.jsonl") if "eval/return" in row]
     assert found == [second["warm_start_return"], second["eval_return"]]
     sft.main(small(tmp_path / "b", model=actor, epochs=1, lr=1e-9, resume=str(run)))
-    assert len(lines(run / "metrics.jsonl")) == 2, "a run that goes on does not start again"
+    assert len(lines(run / "metrics.jsonl")) == 3, "a run that goes on does not start again"
     kept = (run / "actor/tokenizer.json").read_text()
     assert json.loads(kept)["model"] == json.loads(Path(actor, "tokenizer.json").read_text())["model"]
 
@@ -958,7 +928,25 @@ def test_resumed_with_other_arguments(tmp_path):
         args = parsed()
     assert args.epochs == 3 and args.width == 32
     sft.main(args)
-    assert [row["iteration"] for row in lines(run / "metrics.jsonl")] == [10, 15]
+    assert [row["iteration"] for row in lines(run / "metrics.jsonl")] == [10, 10, 15, 15]
+
+
+def test_a_run_whose_evaluation_has_failed_is_evaluated_when_it_goes_on(tmp_path, monkeypatch):
+    """Nothing but the evaluation is left to do, and it is that of a run without the failure."""
+    whole = sft.main(small(tmp_path / "whole"))
+
+    def breaks(*args, **kwargs):
+        raise envs.WorldBroken("no server")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "play", breaks)
+        with pytest.raises(envs.WorldBroken):
+            sft.main(small(tmp_path / "parts"))
+    run = run_of(tmp_path / "parts")
+    learned = weights(run)
+    again = sft.main(small(tmp_path / "parts", resume=str(run)))
+    assert again["eval_return_greedy"] == whole["eval_return_greedy"] and same(weights(run), learned)
+    assert timeless(run) == timeless(run_of(tmp_path / "whole"))
 
 
 def command(*words) -> subprocess.CompletedProcess:
@@ -998,6 +986,8 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys):
         (["--env", "nowhere"], "unknown environment"),
         (["--world", "rules=odd"], "no option 'rules'"),
         (["--dataset", "nothing"], "nothing"),
+        (["--width", "100", "--demonstrations", "9"], "--width 100: take a multiple of 32"),
+        (["--max-action-tokens", "3000"], "--max-action-tokens 3000: there is no room in --context 2048"),
     ]:
         monkeypatch.setattr(sys, "argv", ["sft.py", *words, "--runs", str(tmp_path / "runs")])
         with pytest.raises(SystemExit) as error:
