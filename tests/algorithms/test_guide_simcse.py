@@ -59,7 +59,7 @@ def toy_eval(tasks=4) -> list[dict]:
         steps = [
             {"gold": everything.index(a), "add": [] if i else ids, "rem": []} for i, a in enumerate(path)
         ]
-        desc = f"Task Description:\nYour task is to find thing{t} in the place{t % 3} and put it away."
+        desc = f"Your task is to find thing{t} in the place{t % 3} and put it away."
         records.append(
             {"task": f"task{t}", "variation": 9, "desc": desc, "gold": path, "vocab": everything}
             | {"steps": steps}
@@ -380,7 +380,7 @@ def test_reading_steps():
         {"gold": 2, "add": [], "rem": [1]},
     ]
     path = ["open door to hall", "go to hall", "pick up jar"]
-    desc = "Task Description:\nYour task is to fetch a jar."
+    desc = "Your task is to fetch a jar."
     record = {"task": "t", "variation": 5, "desc": desc, "gold": path, "vocab": vocab, "steps": steps}
     first, second, third = guide.read_steps([record], 1, 0)
     assert first.description == "Your task is to fetch a jar."
@@ -557,8 +557,9 @@ def test_a_guide_that_was_not_ranked_has_no_figures(tmp_path, data, monkeypatch)
     run, summary = go(tmp_path, **data, updates=1)
     first, last = lines_of(run)
     assert last["iteration"] == summary["iteration"] == 1 and not any(tag.startswith("eval/") for tag in last)
-    figures = {name for name in summary if name.startswith("eval_")}
-    assert len(figures) == 7 and all(summary[name] == first[name.replace("_", "/", 1)] for name in figures)
+    start = {name: figure for name, figure in summary.items() if name.startswith("warm_start_")}
+    assert start == {f"warm_start_{tag[5:]}": first[tag] for tag in first if tag.startswith("eval/")}
+    assert len(start) == 7 and not any(name.startswith("eval_") for name in summary)
     tables = (run / "tables.md").read_text()
     assert "| guide |" not in tables and "| untrained |" in tables and not (run / "guide").exists()
     monkeypatch.setattr(guide, "update", original)
@@ -861,7 +862,7 @@ def test_a_full_disk_is_one_line_and_costs_no_more_than_an_iteration(tmp_path, d
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert result.returncode == 2 and f"{run}: not saved at iteration 4" in result.stderr, result.stderr
+    assert result.returncode == 2 and f"{run}: the checkpoint: not saved at iteration 4" in result.stderr, result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert checkpoint_of(run)["iteration"] == 2
     guide.main(small(resume=str(run), iterations=4, **data))

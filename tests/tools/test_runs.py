@@ -888,6 +888,8 @@ def test_a_saved_model_says_what_it_is(toy):
         ("loop_ppo", "max_difficulty", 1),
         ("lge_drrn", "top_k", 1),
         ("chai", "candidates", 1),
+        ("guide_simcse", "negative_variations", 1),
+        ("guide_simcse", "max_tokens", 1),
         ("ppo", "minibatch", 1),
     ],
 )
