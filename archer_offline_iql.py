@@ -8,18 +8,22 @@ With --beta 0 it imitates all alike, which is behaviour cloning (BC); with --kee
 The world is only needed to make data and to evaluate.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
+      (bar: slow copy; A = min Q - min V, sec. 3.6)      with         from       in
   E1  Q(s,a) <- r + gamma * Vbar(s')                     iql          Eq. 1      critic_targets, td_target
   E2  V(s)   <- E Qbar(s,a),  a ~ data (Eq. 2: a ~ pi)   sarsa        sec. 5.7   value_loss
-  E3  grad log pi(a|s) * A,  A = min Q - min V, a ~ pi   reinforce    Eq. 3, 3.6 advantages, reinforce_loss
+  E3  grad log pi(a|s) * A,  a ~ pi                      reinforce    Eq. 3      advantages, reinforce_loss
   E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
   E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   critic_targets, td_target
+  (E4 and E5, the baseline for tokens, are in archer.py.)
 Differs from the paper; the option in brackets undoes it ("authors" in a comment: a default of their code):
   D1  AWR weights are clamped (--max-weight inf): no single over-valued utterance may dominate a batch.
   D2  Critic, a decoder, and actor start from a checkpoint of sft.py; in App. B there is no pre-training.
   D3  Learning rates, batches and numbers of updates are tuned for a tiny model.
   D4  All heads, Q and V, start at the mean discounted return of the data's turns instead of zero.
   D5  Both learning rates decay linearly towards zero (--no-anneal-lr): late noise then undoes less.
+  D6  A discount of 0.95 (--gamma 0.99), gradients that are clipped (--max-grad-norm inf), no dropout, and for
+      the actor AdamW as in sft.py: a model this small learns faster so.
 """
 
 import copy
@@ -62,13 +66,13 @@ class Args:
     max_action_tokens: int = 16  # tokens after which a sampled utterance is cut off
 
     # --- data
-    dataset: str = ""  # file of dialogues: the authors' JSON, or a run's dataset.jsonl or rollouts.jsonl
+    dataset: str = ""  # dialogues: the authors' JSON, or a run's dataset.jsonl or rollouts.jsonl
     dataset_size: int = 5_000  # dialogues that scripted players produce if no file is given
     dataset_seed: int = 0  # seed of these dialogues
     mix: str = "random=0.8/expert=0.2"  # players and their shares of the dialogues; with commas, of the turns
 
     # --- algorithm
-    micro_batch: int = 16  # dialogues of an update that are in memory at a time; the result is the same
+    micro_batch: int = 16  # dialogues of an update that are in memory at a time; the same but for rounding
     critic_loss: Literal["iql", "sarsa"] = "iql"  # E1 and E6, or E8 and E2
     critic_lr: float = 3e-3  # initial learning rate (authors: 1e-5, for RoBERTa; D3)
     critic_updates: int = 50  # per iteration, each with a Polyak step of the target; 0: none, as for BC
@@ -153,21 +157,31 @@ def flat(dialogues, key):
     return [item for dialogue in dialogues for item in dialogue[key]]
 
 
-def recorded_dialogues(world, actor, args):
-    """The dialogues to learn from, best first: all that fit into the actor's context."""
-    if args.dataset:
-        found, notes = read_for(world, args.dataset)
+def recorded_dialogues(world, actor, body, args):
+    """The dialogues to learn from, best first: all that fit into the context of the actor and the critic.
+
+    A resumed run has them in its folder.
+    """
+    file = f"{args.resume}/dataset.jsonl" if args.resume else args.dataset
+    if file:
+        found, notes = read_for(world, file)
     else:
         found = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
         notes = []
     limit = actor.context - 4 * args.max_action_tokens  # room for a fresh utterance, as `rollout` leaves it
     data = []
+    cut = 0
     for dialogue in found:
-        rows, _, _ = lay_out([dialogue], actor.tokenizer)
-        longest = max(len(row) for row in rows)
+        rows, spans, _ = lay_out([dialogue], actor.tokenizer)
+        critic_rows, _, _ = lay_out([dialogue], body.tokenizer)
+        longest = max(len(row) for row in rows + critic_rows)
         if longest <= limit:
             data.append(dialogue)
-    print(*notes, f"{len(data)} of {len(found)} dialogues fit into {limit} tokens", sep="\n")
+            cut += sum(span.stop - span.start > args.max_action_tokens for span in spans)
+    notes.append(f"{len(data)} of {len(found)} dialogues fit into {limit} tokens")
+    if cut:
+        notes.append(f"{cut} actions are longer than --max-action-tokens: the actor cannot finish them")
+    print(*notes, sep="\n")
     return sorted(data, key=lambda dialogue: -sum(dialogue["rewards"]))
 
 
@@ -438,20 +452,16 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
     return list(utterances.values()), list(total_logps.values())
 
 
-def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
-    """Plays all worlds to their end, in lockstep.
+def rollout(actor, worlds, args, indices, greedy):
+    """Plays all worlds to their end, in lockstep, each on its task and with its number as a seed.
 
-    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
-    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
+    Returns the dialogues with at least one action. A dialogue is cut when it fills the model's context.
     """
     seeds = range(len(worlds))
-    if rng:
-        seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
     # lay_out tokenises an action anew: n broken bytes, decoded as U+FFFD, become 3n tokens. Plus the end.
     room = 4 * args.max_action_tokens
-    nll = []
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
@@ -464,11 +474,10 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
             break
         starts = [[len(row)] for row in rows.values()]
         own = [streams[i] for i in rows]
-        utterances, logps = write_utterances(actor, list(rows.values()), starts, args, own, greedy)
+        utterances, _ = write_utterances(actor, list(rows.values()), starts, args, own, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
-        nll += [-logp for logp in logps]
-    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
+    return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
 
 
 def fresh_utterances(actor, dialogues, args, rng):
@@ -536,7 +545,7 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 def actor_losses(actor, critic, dialogues, args, rng):
     """The loss of E7 on the data's utterances, or of E3 on utterances that the actor samples now.
 
-    Also returns the data's nll, the advantages [N], and the sum of the entropies.
+    Also returns the data's nll, the advantages [N], and the sum of the entropies along these utterances.
     """
     data_logp_M, data_owner_M, data_entropy = score_tokens(actor, dialogues, None, args)
     data_nll = -data_logp_M.sum() / len(flat(dialogues, "actions"))
@@ -545,7 +554,7 @@ def actor_losses(actor, critic, dialogues, args, rng):
             v_N2, q_N2 = critic(dialogues)  # of the data's actions
         advantage_N = advantages(q_N2, v_N2)
         weight_N = awr_weights(advantage_N, args.beta, args.max_weight)
-        loss = reinforce_loss(data_logp_M, weight_N, data_owner_M)  # E7
+        loss = reinforce_loss(data_logp_M, weight_N, data_owner_M)  # E7: E3 with weights in the place of A
         return loss + args.bc_weight * data_nll, data_nll, advantage_N, data_entropy
 
     fresh = fresh_utterances(actor, dialogues, args, rng)
@@ -555,7 +564,7 @@ def actor_losses(actor, critic, dialogues, args, rng):
     advantage_N = advantages(q_N2, v_N2)
     logp_M, owner_M, entropy = score_tokens(actor, dialogues, fresh, args)
     loss = reinforce_loss(logp_M, advantage_N, owner_M)  # E3
-    if args.bc_weight:
+    if args.bc_weight:  # else it is only logged
         loss = loss + args.bc_weight * data_nll
     return loss, data_nll, advantage_N, entropy
 
@@ -618,7 +627,7 @@ def play_tasks(actor, args, greedy):
         passes = max(1, round(args.eval_episodes / num_tasks))
         tasks *= passes
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
-    dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
+    dialogues = rollout(actor, worlds, args, tasks, greedy)
     worlds.close()
     return dialogues
 
@@ -661,7 +670,8 @@ def main(args: Args) -> dict[str, float]:
     source = args.actor or models.checkpoint_of(world)
     actor = models.load_actor(source, args)
     body = models.load_critic(args.critic, actor, args)  # D2
-    data = recorded_dialogues(world, actor, args)
+    data = recorded_dialogues(world, actor, body, args)
+    world.close()
     data_return = envs.summarise(data)["return"]
     known = set(flat(data, "actions"))
     if not 0 < args.keep <= 1:
@@ -676,7 +686,7 @@ def main(args: Args) -> dict[str, float]:
     target_critic = copy.deepcopy(critic).requires_grad_(False)
     actor_optimizer = torch.optim.AdamW(
         actor.parameters(), lr=args.actor_lr, betas=(0.9, 0.98), weight_decay=0.01
-    )
+    )  # D6
     critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, weight_decay=0.0)
 
     # --- a new run, or a resumed one
@@ -720,9 +730,10 @@ def main(args: Args) -> dict[str, float]:
         if is_due or run.stopped:
             run.save(models.to_save("actor", actor))
 
-    evaluated = [row["eval/return"] for row in run.metrics if "eval/return" in row]
-    learned = evaluated[1:] or evaluated  # the evaluation before training does not count
-    return run.finish(episodes=len(data), best_return=max(learned))
+    figures = {"episodes": len(data)}
+    if learned := [row["eval/return"] for row in run.metrics[1:] if "eval/return" in row]:
+        figures["best_return"] = max(learned)  # of all evaluations: an optimistic figure
+    return run.finish(**figures)
 
 
 if __name__ == "__main__":

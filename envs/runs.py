@@ -136,7 +136,7 @@ def check(args, script: str) -> None:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
     counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch", "worlds")
     counts += ("logit_chunk", "steps", "top_k", "copy_every", "memory", "max_difficulty", "candidates")
-    counts += ("negative_variations", "max_tokens")
+    counts += ("negative_variations", "max_tokens", "dataset_size")
     at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
     at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight"), 0)
     at_least["minibatch"] = 0 if script.startswith("loop") else 1  # 0: all

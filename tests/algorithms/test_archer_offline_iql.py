@@ -8,6 +8,7 @@ import copy
 import inspect
 import json
 import math
+import os
 import re
 import signal
 from pathlib import Path
@@ -591,6 +592,39 @@ def test_the_summary_has_the_last_and_the_best_evaluation(tmp_path, monkeypatch)
     )
 
 
+def test_a_run_that_only_began_has_no_best_evaluation(tmp_path, monkeypatch):
+    """That of the start is none of what was learned."""
+
+    def pressed(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*args)
+
+    update = offline.critic_update
+    monkeypatch.setattr(offline, "critic_update", pressed)
+    _, summary = go(tmp_path, iterations=3, eval_every=9, critic_updates=1)
+    assert summary["iteration"] == 1 and "warm_start_return" in summary
+    assert "best_return" not in summary and "eval_return" not in summary
+
+
+def test_a_resumed_run_learns_from_the_data_in_its_folder(tmp_path, finished):
+    """The file that it was given may have changed since, or be gone."""
+    file = tmp_path / "data.jsonl"
+    file.write_bytes((finished[0] / "dataset.jsonl").read_bytes())
+    run, _ = go(tmp_path / "runs", iterations=1, dataset=file)
+    before = lines_of(run)[-1]["data/return"]
+    file.unlink()
+    offline.main(small(resume=run, runs=tmp_path / "runs", iterations=2, dataset=file))
+    assert lines_of(run)[-1]["iteration"] == 2 and lines_of(run)[-1]["data/return"] == before
+
+
+def test_actions_that_the_actor_cannot_finish_are_counted(tmp_path, finished, capfd):
+    """Of the data, whose actions here have a token or more, and an end."""
+    go(tmp_path, iterations=0, dataset=finished[0] / "dataset.jsonl", max_action_tokens=1)
+    data = lines_of(finished[0], "dataset.jsonl")
+    longer = sum(bool(action) for d in data for action in d["actions"])
+    assert f"{longer} actions are longer than --max-action-tokens" in capfd.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     torch.set_num_threads(1)
@@ -645,7 +679,7 @@ def test_sampled_and_greedy_evaluation(tmp_path, monkeypatch):
         assert call.indices == [*range(10)] * (1 if call.greedy else 2)
     for call in asked[-2:]:
         suffix = "_greedy" if call.greedy else ""
-        dialogues, _ = call.result
+        dialogues = call.result
         for name, figure in envs.summarise(dialogues).items():
             assert summary[f"eval_{name}{suffix}"] == figure == lines_of(run)[-1][f"eval/{name}{suffix}"]
         said = [(sample["actions"], sample["answer"]) for sample in lines_of(run, "rollouts.jsonl")]

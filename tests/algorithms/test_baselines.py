@@ -643,7 +643,10 @@ def test_a_dialogue_is_that_of_its_seed_whoever_is_beside_it(actor, world, scrip
     args = small(archer_play if script in (archer, archer_offline_iql) else script)
 
     def play(n):
-        played = script.rollout(*player, envs.VecTextEnv(world, n), args, None, [1] * n)
+        worlds = envs.VecTextEnv(world, n)
+        if script is archer_offline_iql:
+            return script.rollout(*player, worlds, args, [1] * n, False)
+        played = script.rollout(*player, worlds, args, None, [1] * n)
         return played if script is chai else played[0]
 
     together = play(9)

@@ -862,7 +862,9 @@ def test_a_full_disk_is_one_line_and_costs_no_more_than_an_iteration(tmp_path, d
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert result.returncode == 2 and f"{run}: the checkpoint: not saved at iteration 4" in result.stderr, result.stderr
+    assert result.returncode == 2 and f"{run}: the checkpoint: not saved at iteration 4" in result.stderr, (
+        result.stderr
+    )
     assert len(result.stderr.splitlines()) == 1
     assert checkpoint_of(run)["iteration"] == 2
     guide.main(small(resume=str(run), iterations=4, **data))

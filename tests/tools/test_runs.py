@@ -890,6 +890,7 @@ def test_a_saved_model_says_what_it_is(toy):
         ("chai", "candidates", 1),
         ("guide_simcse", "negative_variations", 1),
         ("guide_simcse", "max_tokens", 1),
+        ("archer_offline_iql", "dataset_size", 1),
         ("ppo", "minibatch", 1),
     ],
 )
