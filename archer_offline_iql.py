@@ -15,7 +15,7 @@ Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 3.5 and App. B
   E6  V(s)   <- upper expectile of Qbar(s,a), a ~ data   iql          Eq. 6      value_loss
   E7  grad log pi(a|s) * exp(beta * A),  a ~ data        awr          Eq. 7      awr_weights, reinforce_loss
   E8  Q(s,a) <- r + gamma * Qbar(s',a'),  a' ~ data      sarsa        sec. 5.7   critic_targets, td_target
-  (E4 and E5, the baseline for tokens, are in archer.py.)
+  (The baseline for tokens, which comes between, is in archer.py.)
 Differs from the paper; the option in brackets undoes it ("authors" in a comment: a default of their code):
   D1  AWR weights are clamped (--max-weight inf): no single over-valued utterance may dominate a batch.
   D2  Critic, a decoder, and actor start from a checkpoint of sft.py; in App. B there is no pre-training.

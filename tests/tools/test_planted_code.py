@@ -17,7 +17,7 @@ import transformers
 from tiny import guide_options
 
 import envs
-from envs import models
+from envs import models, runs
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--env", "twenty-questions-subset", "--threads", "1"]
@@ -115,6 +115,8 @@ def test_code_behind_a_runs_folder_is_not_run(flag, kind, refused, tmp_path):
     run.mkdir()
     (run / "args.json").write_text(json.dumps(saved))
     (run / "checkpoint.pt").write_bytes(pickle.dumps({"modules": Bomb(witness)}, protocol=2))
+    data = envs.make("twenty-questions").demonstrations(2, 0)  # of the offline script, which reads it first
+    runs.write_jsonl(run / "dataset.jsonl", data)
     said = refused(script, "--resume", run)
     assert not witness.exists() and ("planted" in said or "checkpoint.pt" in said)
 
