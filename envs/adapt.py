@@ -197,6 +197,9 @@ class Adapted(gymnasium.Env):
         players = self.own("players", {})
         if not isinstance(players, dict) or not all(map(callable, players.values())):
             raise envs.NotAWorld(f"{self.id}: players are {players!r:.80}, and no dict of functions by name")
+        for name in players:
+            if not isinstance(name, str) or set(name) & set("=,/"):  # of which --mix is made
+                raise envs.NotAWorld(f"{self.id}: a player's name is text without = , and /, not {name!r}")
         return players
 
     def own(self, name: str, default=None):

@@ -365,6 +365,14 @@ def test_what_step_tells_has_its_type(action, part):
         world.step(action)
 
 
+@pytest.mark.parametrize("name", ["a/b", "a=b", "a,b", 7])
+def test_a_player_has_a_name_that_mix_can_take(name):
+    world = envs.make(f"{HERE}:Bare")
+    world.world.players = {name: lambda text, rng: "polly"}
+    with pytest.raises(envs.NotAWorld, match="a player's name is text without"):
+        _ = world.players
+
+
 def test_an_attribute_that_fails_is_not_absent():
     with pytest.raises(envs.NotAWorld, match="players fails: 'Slip' object has no attribute 'plyers'"):
         envs.make(f"{HERE}:Slip").own("players")
