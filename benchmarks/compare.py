@@ -694,7 +694,7 @@ def run_world(args: Args, world: str) -> None:
 
 
 def quick(args: Args) -> str:
-    """All rows, tiny, each in one world, in a folder that is removed; the pictures, too. None may be absent."""
+    """All rows, tiny, each in one world, in a folder that is removed; pictures, too. None may be absent."""
     import plot
 
     with TemporaryDirectory() as place:
