@@ -23,7 +23,7 @@ Differs from the paper; the option in brackets undoes it ("authors" in a comment
   D4  All heads, Q and V, start at the mean discounted return of the data's turns instead of zero.
   D5  Both learning rates decay linearly towards zero (--no-anneal-lr): late noise then undoes less.
   D6  A discount of 0.95 (--gamma 0.99), gradients that are clipped (--max-grad-norm inf), no dropout, and for
-      the actor AdamW as in sft.py: a model this small learns faster so.
+      the actor AdamW: as in archer.py and sft.py, not tuned here.
 """
 
 import copy

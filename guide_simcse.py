@@ -5,7 +5,7 @@
     python guide_simcse.py --env scienceworld --encoder bert-base-uncased --pooling cls --lr 5e-5
     python guide_simcse.py --resume runs/...
 
-Every state has hundreds of valid actions (in ScienceWorld almost two thousand), most of them irrelevant to
+Every state has hundreds of valid actions (in ScienceWorld about two thousand), most of them irrelevant to
 the task. One encoder maps the task's description and each action to unit vectors, and ranks by cosine. It
 learns from the gold paths of the training variations to place an action of the path closer to the description
 than other actions. lge_drrn.py then explores among the first 50.
@@ -27,7 +27,7 @@ Differs from the paper (docs/guide_simcse.md has the reasons at length):
   D5  The evaluation ranks some evenly spaced steps of each gold path, not all (--eval-steps 0).
   D6  Texts are cut at 128 tokens (--max-tokens 32, as in the authors' scripts): most descriptions exceed 32.
   D7  Hard negatives come from the actions that the records hold, one for each gold action: a small part of
-      N_gamma, which has all valid actions along the paths.
+      N_gamma, which has all valid actions along the paths (no switch: it keeps the data small).
 """
 
 import math
