@@ -6,7 +6,7 @@
     python benchmarks/compare.py --quick              # three minutes, and its figures mean nothing
 
 METHODS and ABLATIONS below are the table: a name, a script with its flags, and the settings that were tried.
-Each method may try three. Each is run once in each world, with a seed that is not reported, and the one with
+Each method may try four. Each is run once in each world, with a seed that is not reported, and the one with
 the largest area under the curve of the rollouts' return is taken. All rows have about as many dialogues
 in a world; both these and CPU-seconds are counted. What the CSVs in --out have is not run again.
 docs/compare.md explains what comes out.
@@ -42,9 +42,9 @@ FULL, SUBSET, CITY = "twenty-questions", "twenty-questions-subset", "guess-my-ci
 WORLDS = (FULL, SUBSET, CITY)
 SEEDS = {FULL: 3, SUBSET: 5, CITY: 3}  # 1 to this are reported
 DIALOGUES = {FULL: 896, SUBSET: 1792, CITY: 896}  # played to learn, in every row; archer.py's default has 896
-LEVELS = {FULL: (-14, -12), SUBSET: (-8, -6), CITY: (-12, -10)}  # returns; when are they reached?
+LEVELS = {FULL: (-14, -12, -10), SUBSET: (-8, -6, -4), CITY: (-12, -10, -8)}  # returns; when reached?
 TUNING_SEED = 101
-TRIES = 3  # settings that each method may try
+TRIES = 4  # settings that each method may try
 EVALUATIONS = 2  # of a run, and one before it
 
 
@@ -58,31 +58,40 @@ class Row:
     worlds: tuple[str, ...] = WORLDS
 
 
-ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02")
-PPO = ("--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
+SMALLER = "--rollouts 32 --critic-updates 40 --warmup 4 --kl 0.05"  # twice the updates of the actor
+ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", SMALLER)
+PPO = ("--rollouts 8 --minibatch 8", "--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
 LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
 AS_ARCHER = "--rollouts 64 --critic-updates 60 --critic-batch 16"  # its defaults
 METHODS = {
     "CHAI": Row(
         "-m baselines.chai",
-        tuple(f"{AS_ARCHER} {own}" for own in ("--buffer-size 128", "", "--critic-lr 1e-3")),
+        (
+            f"{AS_ARCHER} --buffer-size 128",
+            AS_ARCHER,
+            f"{AS_ARCHER} --critic-lr 1e-3",
+            "--rollouts 32 --critic-updates 40 --critic-batch 16",
+        ),
     ),
     "Filtered BC": Row(
         "-m baselines.filtered_bc",
-        ("--rollouts 64", "--rollouts 64 --actor-lr 1e-4", "--rollouts 64 --buffer-size 256"),
+        (
+            "--rollouts 64",
+            "--rollouts 64 --actor-lr 1e-4",
+            "--rollouts 64 --buffer-size 256",
+            "--rollouts 16",
+        ),
     ),
     "PPO": Row("-m baselines.ppo", PPO),
     "LOOP": Row(  # --finish-all 1: none is dropped, as those dropped are long, and their return is low
         "loop_ppo.py --tasks 8 --max-action-tokens 16 --world-threads 1 --finish-all 1",
-        ("--minibatch 24", "--minibatch 24 --lr 5e-4", "--minibatch 24 --lr 1e-3"),
+        ("--minibatch 24", *(f"--minibatch 24 --lr {rate}" for rate in ("5e-4", "1e-3", "2e-3"))),
     ),
     "ArCHer": Row("archer.py", ARCHER),
-    "ArCHer, token baseline": Row("archer.py --baseline", ARCHER),
 }
 TABLE_3 = (
     "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
 )
-SMALLER = "--rollouts 32 --critic-updates 40 --warmup 4 --kl 0.05"  # twice the updates of the actor
 # An encoder reads every state from its beginning: with the usual batches three minutes an iteration, 4 GB.
 FEW = "--critic-batch 8 --critic-pool 64 --actor-batch 16"
 ABLATIONS = {
@@ -90,7 +99,7 @@ ABLATIONS = {
         f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
         for words in PPO + LARGER
     },
-    "ArCHer, 32 an iteration": Row(f"archer.py {SMALLER}", worlds=(FULL, SUBSET)),
+    "ArCHer, token baseline": Row("archer.py --baseline", (), "ArCHer"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
     "D2: decoder, random": Row(f"benchmarks/variants.py random {FEW}", (), "ArCHer", (SUBSET,)),
@@ -100,7 +109,7 @@ ABLATIONS = {
     "D6: no annealing": Row("archer.py --no-anneal-lr", (), "ArCHer", (SUBSET,)),
     "D7: no pool": Row("benchmarks/variants.py D7 --critic-pool 10000", (), "ArCHer", (SUBSET,)),
     "E2: fresh at every update": Row("benchmarks/variants.py D7", (), "ArCHer", (SUBSET,)),
-    "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer, token baseline", (CITY,)),
+    "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer", (CITY,)),
     "D9: networks for Q": Row("benchmarks/variants.py D9", (), "ArCHer", (FULL, SUBSET)),
     "buffer: one iteration": Row("archer.py --buffer-size 64", (), "ArCHer", (CITY,)),
     "buffer: 10,000 dialogues": Row("archer.py --buffer-size 10000", (), "ArCHer", (CITY,)),
@@ -622,19 +631,28 @@ def keep(path: Path, lines: list[dict], key: tuple[str, ...]) -> list[dict]:
 
 def markdown(world: str, summary: list[dict]) -> str:
     """A world's summary as a table: means, and the half width of the 95 % interval over the seeds."""
-    low, high = LEVELS[world]
+    levels = LEVELS[world]
     heads = ["method", "setting", "seeds", "sampled", "greedy", "area"]
-    heads += [f"dialogues to {low}", f"to {high}", f"CPU-seconds to {low}", f"to {high}", "in all"]
-    keys = ["dialogues_1", "dialogues_2", "cpu_seconds_1", "cpu_seconds_2"]
+    heads += [f"dialogues; CPU-seconds to {levels[0]}", *(f"to {level}" for level in levels[1:]), "in all"]
     lines = [f"{world}:", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for row in summary:
         setting = row.get("setting", "")
         parts = [row["method"], f"`{setting}`" if setting.startswith("-") else setting]
         parts += [str(row.get("seeds", "")), *(with_half(row, key) for key in ("sampled", "greedy", "area"))]
-        parts += [str(row.get(key, "")) for key in keys]
+        parts += [reached_in(row, k) for k in range(1, len(levels) + 1)]
         parts.append(f"{row['cpu_seconds']:.0f}" if "cpu_seconds" in row else "")
         lines.append(f"| {' | '.join(parts)} |")
     return "\n".join(lines)
+
+
+def reached_in(row: dict, k: int) -> str:
+    """When the k-th level was reached, in dialogues and CPU-seconds.
+
+    >>> reached_in({"dialogues_1": "100 (1 of 2)", "cpu_seconds_1": "30 (1 of 2)"}, 1)
+    '100; 30 (1 of 2)'
+    """
+    dialogues, seconds = str(row.get(f"dialogues_{k}", "")), str(row.get(f"cpu_seconds_{k}", ""))
+    return f"{dialogues.split()[0]}; {seconds}" if seconds[:1].isdigit() else seconds
 
 
 def with_half(row: dict, key: str) -> str:
