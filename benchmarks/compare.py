@@ -60,6 +60,14 @@ class Row:
 
 SMALLER = "--rollouts 32 --critic-updates 40 --warmup 4 --kl 0.05"  # twice the updates of the actor
 ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", SMALLER)
+PLAYED = "--actor-lr 3e-4 --kl 0.02"  # the actor learns from the dialogues that are played
+PLAYED_32 = f"--rollouts 32 --critic-updates 40 --actor-updates 8 {PLAYED}"
+TD = (
+    f"{PLAYED_32} --warmup 2",
+    f"{PLAYED_32} --warmup 0",
+    f"{PLAYED_32} --warmup 2 --critic-updates 16",
+    f"--actor-updates 16 {PLAYED}",
+)
 PPO = ("--rollouts 8 --minibatch 8", "--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
 LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
 AS_ARCHER = "--rollouts 64 --critic-updates 60 --critic-batch 16"  # its defaults
@@ -88,6 +96,7 @@ METHODS = {
         ("--minibatch 24", *(f"--minibatch 24 --lr {rate}" for rate in ("5e-4", "1e-3", "2e-3"))),
     ),
     "ArCHer": Row("archer.py", ARCHER),
+    "ArCHer, td": Row("benchmarks/variants.py td", TD),
 }
 TABLE_3 = (
     "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
