@@ -716,6 +716,7 @@ def test_dialogues_that_do_not_fit_are_left_out(tmp_path, capfd):
 REAL = Path(__file__).parents[3] / "shared/data/guess_my_city.json"  # published with the authors' code
 
 
+@pytest.mark.slow
 @pytest.mark.external
 @pytest.mark.skipif(not REAL.exists(), reason=f"the authors' data of Guess My City is not at {REAL}")
 def test_the_real_data_of_guess_my_city_trains(tmp_path, capfd):

@@ -69,6 +69,7 @@ def test_its_command_makes_the_same_weights(folder, tmp_path):
     assert checkpoints.digest(checkpoints.make(made["world"], tmp_path)) == made["sha256"]
 
 
+@pytest.mark.slow
 def test_making_a_small_one_twice(tmp_path):
     """The same command, the same weights; the page has it, and sft.py can go on with it."""
     options = "--demonstrations 20 --epochs 1 --width 32 --layers 1 --eval-episodes 2 --max-action-tokens 4"

@@ -960,6 +960,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_to_the_bit(tmp_path):
     """SIGKILL, at an unknown moment behind the first checkpoint."""
     words = [*SMALL.split(), "--save-every", "2"]

@@ -265,9 +265,9 @@ def tiny_run(tmp_path_factory, checkpoint):
             place = tmp_path_factory.mktemp("runs")
             options = ["--env", WORLD[kind_of(script)], "--seed", "3", "--runs", place]
             options += tiny(script, checkpoint(script)) + data_of(script, tmp_path_factory.mktemp("data"))
-            finished[script] = place, run(*command_of(script), *options)
-        place, result = finished[script]
-        assert (result.returncode, result.stderr) == (0, "")
+            finished[script] = place, call(script, *options)
+        place, (code, _, err) = finished[script]
+        assert (code, err) == (0, "")
         (folder,) = place.iterdir()
         return folder
 
@@ -846,6 +846,7 @@ def run_small(command: str, clone: Path, tiny_run) -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", README)
 def test_every_command_of_the_readme_runs(command, clone, tiny_run):
     run_small(command, clone, tiny_run)
@@ -995,7 +996,13 @@ def figures_of(run: Path) -> list[dict]:
     return [{tag: value for tag, value in row.items() if not tag.startswith("time/")} for row in rows]
 
 
-@each_script
+def killed(script: Path):
+    """All write checkpoints in the same way: one is among the quick tests, the others are slow."""
+    marks = [] if script.stem == "archer" else [pytest.mark.slow]
+    return pytest.param(script, id=script.stem, marks=marks)
+
+
+@pytest.mark.parametrize("script", [killed(script) for script in SCRIPTS])
 def test_killed_and_resumed_to_the_bit(script, checkpoint, tmp_path):
     """SIGKILL some iterations behind a checkpoint: what came after that is done again, to the bit."""
     if script.stem in ("sft", "guide_simcse"):
@@ -1014,8 +1021,8 @@ def test_killed_and_resumed_to_the_bit(script, checkpoint, tmp_path):
     (folder / "checkpoint.tmp").write_bytes(b"half")  # as if it had been writing one
     if script.stem not in LGE:
         (folder / "actor.tmp").mkdir(exist_ok=True)
-    result = run(*command_of(script), "--resume", folder)
-    assert (result.returncode, result.stderr) == (0, "")
+    code, _, err = call(script, "--resume", folder)
+    assert (code, err) == (0, "")
     options = long_run(script, checkpoint(script), tmp_path / "whole", 6, every)
     assert call(script, *options)[0] == 0
     (other,) = (tmp_path / "whole").iterdir()

@@ -27,6 +27,7 @@ def as_before():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_same_step_twice_on_the_cpu(capsys):
     """In float32 nothing differs, in bfloat16 all does; and every part has a speed."""
     assert gpu.main(gpu.Args(device="cpu"))
