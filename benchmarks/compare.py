@@ -60,14 +60,7 @@ class Row:
 
 SMALLER = "--rollouts 32 --critic-updates 40 --warmup 4 --kl 0.05"  # twice the updates of the actor
 ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", SMALLER)
-PLAYED = "--actor-lr 3e-4 --kl 0.02"  # the actor learns from the dialogues that are played
-PLAYED_32 = f"--rollouts 32 --critic-updates 40 --actor-updates 8 {PLAYED}"
-TD = (
-    f"{PLAYED_32} --warmup 2",
-    f"{PLAYED_32} --warmup 0",
-    f"{PLAYED_32} --warmup 2 --critic-updates 16",
-    f"--actor-updates 16 {PLAYED}",
-)
+PLAYED = "--rollouts 32 --critic-updates 40 --warmup 2 --actor-updates 8 --actor-lr 3e-4 --kl 0.02"
 PPO = ("--rollouts 8 --minibatch 8", "--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
 LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
 AS_ARCHER = "--rollouts 64 --critic-updates 60 --critic-batch 16"  # its defaults
@@ -96,7 +89,6 @@ METHODS = {
         ("--minibatch 24", *(f"--minibatch 24 --lr {rate}" for rate in ("5e-4", "1e-3", "2e-3"))),
     ),
     "ArCHer": Row("archer.py", ARCHER),
-    "ArCHer, td": Row("benchmarks/variants.py td", TD),
 }
 TABLE_3 = (
     "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
@@ -108,6 +100,7 @@ ABLATIONS = {
         f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
         for words in PPO + LARGER
     },
+    "ArCHer, td": Row(f"benchmarks/variants.py td {PLAYED}"),
     "ArCHer, token baseline": Row("archer.py --baseline", (), "ArCHer"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
@@ -622,20 +615,28 @@ def report(args: Args) -> str:
     for world in WORLDS:
         curves, summary, tuning = collect(args, world)
         keep(args.out / f"compare_{world}.csv", curves, ("method",))
-        summary = keep(args.out / "compare_summary.csv", summary, ("world", "method"))
+        summary = keep(args.out / "compare_summary.csv", summary, ("world", "method"), place_of)
         keep(args.out / "compare_tuning.csv", tuning, ("world", "run"))
         if summary := [line for line in summary if line["world"] == world]:
             tables.append(markdown(world, summary))
     return "\n\n".join(tables)
 
 
-def keep(path: Path, lines: list[dict], key: tuple[str, ...]) -> list[dict]:
+def place_of(line: dict) -> tuple[int, int]:
+    """Where a line of the summary belongs: worlds and rows in the order of the table, the start first."""
+    method = line["method"]
+    place = -1 if method.startswith("start") else len(ROWS)  # that of a row which is no more
+    return WORLDS.index(line["world"]), list(ROWS).index(method) if method in ROWS else place
+
+
+def keep(path: Path, lines: list[dict], key: tuple[str, ...], order: Callable | None = None) -> list[dict]:
     """Adds lines to a CSV in the place of those with the same key; returns all."""
     new = {tuple(line[name] for name in key) for line in lines}
     kept = [line for line in read_results(path) if tuple(line[name] for name in key) not in new]
+    together = sorted(kept + lines, key=order) if order else kept + lines
     if lines:
-        write_results(path, kept + lines)
-    return kept + lines
+        write_results(path, together)
+    return together
 
 
 def markdown(world: str, summary: list[dict]) -> str:

@@ -222,6 +222,8 @@ def test_what_comes_out(args):
     assert "| PPO, 64 an update | default | 3 | - | - | -6.33 ± 0.83 | 192; 30 |" in table
     summary = tables.read_results(args.out / "compare_summary.csv")
     assert kept in summary and len(summary) == 4, "a world without runs keeps its lines"
+    methods = [line["method"] for line in summary]
+    assert methods == ["start", "start: temperature 0.5", "PPO, 64 an update", "ArCHer"]
     assert compare.report(args) == table and len(tables.read_results(args.out / "compare_summary.csv")) == 4
     path = args.out / f"compare_{world}.csv"
     rows = tables.read_results(path)
