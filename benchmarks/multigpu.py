@@ -118,10 +118,11 @@ def start_jobs(jobs: list, folder: Path, processes: int) -> None:
     start([*command_of(Path(__file__), processes), "--jobs", str(path)])
 
 
-def equal(folder: Path, cases: dict) -> dict[tuple[str, str], float]:
-    """How far the runs of each case are apart: by one process and by two; and gone on with by three.
+def equal(folder: Path, cases: dict, by_three: bool = True) -> dict[tuple[str, str], float]:
+    """How far the runs of each case are apart: by one process and by two.
 
-    What three go on with is the first of loop_ppo.py: it has two iterations of one process and gets two more.
+    If asked, also of a run that three go on with: the first of loop_ppo.py, which has two iterations of one
+    process and gets two more.
     """
     whole = ("loop_ppo", "resumed by three")
     places = {}
@@ -131,7 +132,7 @@ def equal(folder: Path, cases: dict) -> dict[tuple[str, str], float]:
         [(case[0], options | {"runs": str(places[processes][case])}) for case, options in cases.items()]
         for processes in (1, 2)
     ]
-    loops = [case for case in cases if case[0] == "loop_ppo"]
+    loops = [case for case in cases if case[0] == "loop_ppo" and by_three]
     if loops:
         one.append(("loop_ppo", cases[loops[0]] | {"iterations": 4, "runs": str(folder / "whole")}))
     start_jobs(one, folder / "1", 1)

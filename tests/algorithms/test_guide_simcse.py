@@ -500,6 +500,7 @@ def start(folder: Path, **changes) -> subprocess.Popen:
     return subprocess.Popen(command(*options), cwd=ROOT, env=quiet, text=True, **pipes)
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_iteration_and_resumed(tmp_path, data):
     """SIGKILL in one of the last iterations; what was logged after the last checkpoint is learned again."""
     options = data | {"iterations": 8, "updates": 20, "save_every": 3}

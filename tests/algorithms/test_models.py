@@ -231,7 +231,12 @@ def held_to(found: dict[str, float | str]) -> list[str]:
     return [script for script, outcome in found.items() if isinstance(outcome, str)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def kinds() -> list:
+    """All; the one that takes a quarter of a minute is slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] if kind == "falcon_h1" else []) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", kinds())
 def test_a_model_says_here_what_it_says_by_itself_or_is_refused(kind):
     assert held_to(table.outcomes(kind)) == KINDS[kind]
 

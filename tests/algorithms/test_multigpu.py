@@ -31,22 +31,20 @@ needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 
 
 # ------------------------------------------------------------------------------------ the same steps
-@pytest.fixture(scope="module")
-def distances(tmp_path_factory):
-    """How far two processes are from one in each case, and three that go on with what one began."""
-    cases = {
-        case: options
-        for case, options in multigpu.CASES.items()
-        if "lora" not in options or importlib.util.find_spec("peft")
-    }
-    return multigpu.equal(tmp_path_factory.mktemp("equal"), cases)
+@pytest.mark.parametrize("script", multigpu.SMALL)
+def test_by_two_processes_it_is_the_same_run(script, tmp_path):
+    first = next(case for case in multigpu.CASES if case[0] == script)
+    found = multigpu.equal(tmp_path, {first: multigpu.CASES[first]}, by_three=False)
+    assert list(found) == [first] and found[first] < 1e-9
 
 
-@pytest.mark.parametrize("case", [*multigpu.CASES, ("loop_ppo", "resumed by three")], ids="-".join)
-def test_by_two_processes_it_is_the_same_run(case, distances):
-    if case not in distances:
-        pytest.skip("needs the package peft")
-    assert distances[case] < 1e-9
+@pytest.mark.slow
+def test_so_it_is_in_each_case_and_when_three_go_on(tmp_path):
+    has_peft = importlib.util.find_spec("peft")
+    cases = {case: words for case, words in multigpu.CASES.items() if "lora" not in words or has_peft}
+    found = multigpu.equal(tmp_path, cases)
+    assert found.keys() == {*cases, ("loop_ppo", "resumed by three")}
+    assert max(found.values()) < 1e-9
 
 
 def test_what_differs_is_seen(tmp_path):
@@ -73,6 +71,7 @@ def test_a_part_for_each_and_nothing_twice(processes, number, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------ the processes
+@pytest.mark.slow
 def test_a_killed_process_ends_all(tmp_path):
     """With a message, and soon; the first one alone has written."""
     options = {"--env": "twenty-questions-subset", "--runs": tmp_path, "--iterations": 1000, "--tasks": 2}
