@@ -18,7 +18,7 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
 Differs from the paper (docs/archer.md gives the reasons at length); an option in brackets undoes it:
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts into gibberish.
-  D2  The critic is a decoder and starts from the actor's weights (--critic roberta-base); sec. 5.5 has both.
+  D2  The critic is a decoder and starts from the actor's weights (--critic roberta-base, as in sec. 3.6).
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.
   D4  The V heads start at the mean discounted return of the first dialogues instead of zero.
   D5  Learning rates, batches, dialogues per iteration, buffer, warm-up and numbers of updates suit a tiny
@@ -28,8 +28,8 @@ Differs from the paper (docs/archer.md gives the reasons at length); an option i
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
       it is a separate network with 60 updates per iteration.
-  D9  Q is V plus a learned advantage, a linear function of the utterance's hidden state that starts at zero
-      and for an encoder is an MLP: the value of a state is learned once, not twice.
+  D9  Q is V plus a learned advantage, so that the value of a state is learned once, not twice. It is a linear
+      function of the utterance's hidden state and starts at zero; for an encoder it is an MLP.
 """
 
 import copy
@@ -511,9 +511,8 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # Room for the action as lay_out will tokenise its text anew, which may take more tokens: a sampled byte
-    # that is no UTF-8 is decoded as U+FFFD, which is three bytes; and the end token comes on top. Only where
-    # a token is a whole sentence (sft.py --phrases) can it be even more, and a row outgrow the context.
+    # lay_out tokenises the action's text anew, which may take more tokens: a sampled byte that is no UTF-8
+    # becomes U+FFFD, which is three bytes; and an end token comes on top.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))
@@ -622,16 +621,7 @@ def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
     return policy_loss, vtok_loss, kl, entropy
 
 
-def actor_update(
-    actor,
-    ref_model,
-    critic,
-    baseline,
-    optimizer,
-    dialogues,
-    args,
-    rng,
-):
+def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
     """One step on E3, with freshly sampled utterances in the states of replayed dialogues."""
     dialogues = with_fresh(dialogues, actor, args, rng)
     parts = models.micro_batches(dialogues, args.micro_batch)

@@ -356,9 +356,8 @@ def rollout(actor, critic, worlds, args, rng=None, indices=None):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # Room for the action as lay_out will tokenise its text anew, which may take more tokens: a sampled byte
-    # that is no UTF-8 is decoded as U+FFFD, which is three bytes; and the end token comes on top. Only where
-    # a token is a whole sentence (sft.py --phrases) can it be even more, and a row outgrow the context.
+    # lay_out tokenises the action's text anew, which may take more tokens: a sampled byte that is no UTF-8
+    # becomes U+FFFD, which is three bytes; and an end token comes on top.
     room = 4 * args.max_action_tokens
     while alive := worlds.alive():
         dialogues = [worlds.dialogues[i] for i in alive]

@@ -296,9 +296,8 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # Room for the action as lay_out will tokenise its text anew, which may take more tokens: a sampled byte
-    # that is no UTF-8 is decoded as U+FFFD, which is three bytes; and the end token comes on top. Only where
-    # a token is a whole sentence (sft.py --phrases) can it be even more, and a row outgrow the context.
+    # lay_out tokenises the action's text anew, which may take more tokens: a sampled byte that is no UTF-8
+    # becomes U+FFFD, which is three bytes; and an end token comes on top.
     room = 4 * args.max_action_tokens
     nll = []
     memory = Memory(actor, range(len(worlds)))

@@ -52,7 +52,7 @@ EVALUATIONS = 2  # of a run, and one before it
 class Row:
     """A line of the table. A setting stands before the command's flags, which count where both have one."""
 
-    command: str  # OTHER is the folder of --other
+    command: str  # OTHER is the folder of --other; x3 is the dialogues of three iterations
     tries: tuple[str, ...] = ("",)  # settings, of which one is taken
     like: str = ""  # the method whose setting it has, too
     worlds: tuple[str, ...] = WORLDS
@@ -113,9 +113,9 @@ ABLATIONS = {
     "E2: fresh at every update": Row("benchmarks/variants.py D7", (), "ArCHer", (SUBSET,)),
     "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer", (CITY,)),
     "D9: networks for Q": Row("benchmarks/variants.py D9", (), "ArCHer", (FULL, SUBSET)),
-    "buffer: one iteration": Row("archer.py --buffer-size 64", (), "ArCHer", (CITY,)),
+    "buffer: one iteration": Row("archer.py --buffer-size x1", (), "ArCHer", (CITY,)),
     "buffer: 10,000 dialogues": Row("archer.py --buffer-size 10000", (), "ArCHer", (CITY,)),
-    "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size 192", (), "ArCHer", (SUBSET,)),
+    "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size x3", (), "ArCHer", (SUBSET,)),
     "online IQL": Row("benchmarks/variants.py iql", (), "ArCHer", (FULL, SUBSET)),
     "ArCHer from --other": Row("archer.py --actor OTHER", (), "ArCHer", (FULL, SUBSET)),
 }
@@ -147,7 +147,7 @@ class Args:
     start: str = ""  # folder of the checkpoint that all start from; "" is each world's own
     other: str = ""  # folder of another one, for the row that compares both; "" leaves it out
     runs: Path = Path("runs/compare")  # folder of the runs
-    out: Path = RESULTS  # folder of the CSVs; an empty one runs everything anew
+    out: Path = RESULTS  # folder of the CSVs; an empty one, with an empty --runs, runs everything anew
     dry: bool = False  # only print the commands
     quick: bool = False  # one seed, runs of two iterations, in a folder that is removed
 
@@ -241,6 +241,7 @@ def cell_of(args: Args, world: str, name: str, setting: str, seed: int) -> Cell:
     if args.quick:
         own += QUICK[script].split()
     per = dialogues_of(script, own)
+    own = [str(per * int(word[1:])) if re.fullmatch(r"x\d+", word) else word for word in own]
     iterations = 2 if args.quick else round(DIALOGUES[world] / per)
     every = str(math.ceil(iterations / EVALUATIONS))
     parts = [word for word in head if word != "-m"]
@@ -603,7 +604,7 @@ def collect(args: Args, world: str) -> tuple[list[dict], list[dict], list[dict]]
         for cell, points in done.items():
             about = {"method": name, "seed": cell.seed, "run": cell.folder.name}
             curves += [about | point for point in points]
-        if done:
+        if done and not any(cell.diverged() for cell in cells):
             about = {"world": world, "method": name, "setting": setting or "default"}
             summary.append(about | figures(world, list(done.values())))
     return curves, summary, tuning

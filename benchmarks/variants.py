@@ -18,7 +18,8 @@ that number. The run's folder does not say so: give it a --name.
           --actor-updates takes the next --actor-batch dialogues, over and over again in new orders. The
           advantage is E3's.
   gae     The same, but the advantage is GAE over utterances, with the critic's V and a lambda of 0.95.
-  td      The same with a lambda of 0: r + gamma V(s') - V(s), which is E3 with E1's target for Q.
+  td      The same with a lambda of 0: r + gamma V(s') - V(s). V is the mean of the twins, not of their slow
+          copies. In gae and td, actor/advantage_mean and _std are still those of Q - V.
 """
 
 import copy

@@ -262,6 +262,27 @@ def test_a_row_that_is_not_made_anew_is_kept(args):
         assert len(found) == 3
 
 
+@pytest.mark.parametrize(("name", "iterations"), [("buffer: one iteration", 1), ("Monte Carlo", 3)])
+@pytest.mark.parametrize("per", [64, 32])
+def test_a_buffer_of_so_many_iterations(name, iterations, per, args):
+    (world, *_) = compare.ROWS[name].worlds
+    words = compare.cell_of(args, world, name, f"--rollouts {per}", 1).words()
+    assert compare.last(words, "--buffer-size", 0) == iterations * per
+
+
+def test_a_row_of_which_a_seed_diverged_is_none(args):
+    """A mean over the others would be better than the method."""
+    world = compare.FULL
+    cells = [compare.cell_of(args, world, "PPO, 64 an update", "", seed) for seed in (1, 2)]
+    for cell in cells:
+        a_run(cell, cell.iterations, [-10.0])
+    assert "PPO, 64 an update" in compare.report(args)
+    for path in args.out.glob("*.csv"):
+        path.unlink()
+    (cells[1].folder / "diverged.txt").touch()
+    assert "PPO, 64 an update" not in compare.report(args)
+
+
 def test_what_the_csvs_have_is_not_run_again(args):
     """The runs' folders may be gone, as on another machine: the CSVs alone lead to the same table."""
     world = compare.FULL
