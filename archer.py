@@ -621,7 +621,16 @@ def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
     return policy_loss, vtok_loss, kl, entropy
 
 
-def actor_update(actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
+def actor_update(
+    actor,
+    ref_model,
+    critic,
+    baseline,
+    optimizer,
+    dialogues,
+    args,
+    rng,
+):
     """One step on E3, with freshly sampled utterances in the states of replayed dialogues."""
     dialogues = with_fresh(dialogues, actor, args, rng)
     parts = models.micro_batches(dialogues, args.micro_batch)
