@@ -3,8 +3,8 @@
     python lge_drrn.py                  # in the school, a small world of our own: a minute on one core
     python lge_drrn.py --guide none     # plain DRRN
     python guide_simcse.py --env scienceworld                  # the guide, once
-    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes; seeds 1 to 3: 55, 62, 47
-    # nearer to the paper, which we have not run:
+    python lge_drrn.py --env scienceworld --task find-plant    # 14 to 24 minutes; 3 seeds score 55, 62, 47
+    # closer to the paper's settings; we have not run this:
     python lge_drrn.py --env scienceworld --steps 100000 --lr 1e-4 --eval-every 1000 --eval-episodes 10
 
 The explorer is a Q function of a state (task and observation, room, inventory) and an action, all as text.
@@ -16,7 +16,7 @@ Authors' code: github.com/hitzkrieg/drrn-scienceworld-clone
   E2  y = r + gamma * max_a' Q(s',a')                                     Alg. 1            q_target
       after success or failure y = r                                      authors' code
   E3  Huber loss of Q(s,a) - y, mean of a batch; Alg. 1 sums              Alg. 1, A.1.3     learn
-  E4  pi(a|s) ~ exp Q(s,a) / temperature (sec. 3.1.1: pi ~ Q)             Alg. 1            sample_action
+  E4  pi(a|s) proportional to exp(Q(s,a) / temperature)                   Alg. 1            sample_action
       argmax in evaluation                                                sec. 3.1.1        choose
   E5  with probability 1 - epsilon only the k actions nearest to the task Alg. 1            prune
 Differs from the paper (docs/lge_drrn.md has the reasons at length):
@@ -32,7 +32,7 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
       fortieth of the paper's or fewer.
   D8  The value of a next state is at most the points still to be won there (--no-bound-targets).
   D9  The Huber loss is quadratic up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
-  D10 The state has the task, as in the authors' code: all variations of a task share one network.
+  D10 The task's words stand before the observation, as in the authors' code; sec. 3.1.1 does not say where.
   D11 In the school, whose runs are short: episodes of 40 steps, half the width, gamma 0.7, E4 with Q / 5.
 """
 
@@ -104,18 +104,18 @@ class Args:
     priority_fraction: float = 0.5  # priority part of memory and batch, below 1 (paper: 0.5; 0: none)
 
     # --- algorithm
-    top_k: int = 50  # actions that the guide keeps (paper: 50)
+    top_k: int = 50  # actions that the guide keeps, besides navigation (paper: 50)
     prune_navigation: bool = False  # also prune "go to ..." and "teleport to ..." (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prune)
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: to 1, so at the end all is valid
     target_actions: Literal["valid", "pruned"] = "valid"  # a' in E2: all valid ones (Alg. 1), or the guide's
     batch: int = 64  # transitions per update; one update per step of the worlds (authors' default: 64)
     lr: float = 1e-3  # Adam's initial learning rate (D7; paper: 1e-4)
-    lr_end: float = 1e-4  # final learning rate; the decay is linear (D7)
+    lr_end: float = 1e-4  # final learning rate; the change is linear (D7); a constant rate is given twice
     huber_delta: float = 100.0  # error in points above which E3 is linear (D9; paper: 1)
     bound_targets: bool = True  # bound values by the points still to be won (D8)
     gamma: float = -1.0  # discount; -1: the world's (authors' default: 0.9)
-    temperature: float = -1.0  # temperature of E4, in points; -1: the world's (paper: 1)
+    temperature: float = -1.0  # temperature of E4, in points; -1: the world's (paper: 1, without a unit)
     max_grad_norm: float = 5.0  # the gradient is clipped to this norm (authors' default: 5)
     copy_every: int = 50  # updates between renewals of the copy (D1)
 
@@ -183,7 +183,7 @@ class Transition(NamedTuple):
     reward: float  # in points: the score goes to 100
     next_state: tuple[int, int, int]
     terminated: bool
-    left: float  # points still to be won in the next state (D8)
+    points_left: float  # points still to be won in the next state (D8)
     next_actions: np.ndarray  # int32; E2 takes the maximum over them
 
 
@@ -196,8 +196,6 @@ class Ring:
         self.pushed = 0  # in total
 
     def push(self, transition):
-        if not self.capacity:
-            return
         if self.pushed < self.capacity:
             self.rows.append(transition)
         else:
@@ -229,6 +227,8 @@ class ReplayBuffer:
     """
 
     def __init__(self, capacity, fraction, is_released):
+        if fraction >= 1:
+            raise ValueError("--priority-fraction must be below 1")
         size = int(fraction * capacity)
         self.fraction = fraction
         self.is_released = is_released
@@ -605,7 +605,7 @@ def learn(network, target, optimizer, batch, texts, args):
     q_N = network.q(state_NH, action_NH)
 
     # three columns in one tensor, so that one copy brings them to the device
-    figure_3N = torch.tensor((columns.reward, columns.terminated, columns.left), dtype=torch.float32)
+    figure_3N = torch.tensor((columns.reward, columns.terminated, columns.points_left), dtype=torch.float32)
     reward_N, terminated_N, left_N = figure_3N.to(q_N.device)
     with torch.no_grad():
         next_q = target.q(np.array(columns.next_state), columns.next_actions)
@@ -635,7 +635,7 @@ def score_metrics(prefix, score):
 def greedy_play(explorer, guide, worlds, epsilon, args, step):
     """Episodes on dev and test, greedy unless the explorer is random: metrics, and the first two of each.
 
-    `step` is the seed.
+    `step` is the seed of the variations, drawn with replacement, so that all runs play the same ones.
     """
     metrics, transcripts = {}, []
     is_greedy = args.explorer == "drrn"
@@ -671,7 +671,7 @@ def complete(args):
     task = names.get(args.task, args.task)
     guide = models.guide_of(args.env, args.runs) if args.guide == "auto" else args.guide
     settings = SETTINGS[args.env]
-    given = {name: getattr(args, name) for name in settings if getattr(args, name) >= 0}
+    given = {name: getattr(args, name) for name in settings if getattr(args, name) != -1}
     return replace(args, task=task, guide=guide, **(settings | given))
 
 

@@ -1,7 +1,7 @@
 """LOOP: PPO with a leave-one-out baseline for agents that act over many turns, in one file.
 
     python loop_ppo.py --env apps                  # 3 to 5 minutes; greedy play solves 0.94, at first 0.45
-    python loop_ppo.py --epochs 1 --minibatch 0    # RLOO; with --normalise --kl 0.04 GRPO
+    python loop_ppo.py --epochs 1 --minibatch 0 --lr 8e-4    # RLOO; with --normalise --kl 0.04 GRPO
     python loop_ppo.py --resume runs/...           # goes on; docs/loop_ppo.md has the paper's 32B model
 
 K rollouts of each task start from the same state. The advantage of every token that the model wrote in a
@@ -17,16 +17,16 @@ Paper: Chen et al. 2025, arXiv:2502.01600; release: the authors' code, github.co
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
 The loss of a rollout is the mean of -E2 + kl E7 over its M tokens. So at w = 1 the gradient of a token's
-log pi weighs A / M with --level token, A times its turn's length / M with turn, and A with trajectory, as in
-RLOO's Eq. 2, a sum; --epochs 1 --minibatch 0 alone takes its mean.
+log pi weighs A / M with --level token, A L / M with turn (L tokens in its turn), and A with trajectory, as
+in REINFORCE, the paper's Eq. 2, which sums; --epochs 1 --minibatch 0 alone takes the mean.
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
-Differs from the paper; the option in brackets undoes it (docs/loop_ppo.md has the reasons):
+Differs from the paper; the option in brackets, if any, undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama trained on flawed solutions (--model) instead of a 32B model that can code.
   D2  It trains on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr): late steps then undo less.
-  D4  E7, too, leaves out rollouts with |A| < 0.01; the paper does not say what it does. --min-advantage 0
-      keeps them in E7, and in E2 as well.
-  D5  E6 divides R - mean R, as GRPO's paper does, by the deviation with K - 1. LOOP's paper divides E1.
+  D4  Rollouts with |A| < 0.01 have no KL penalty (E7), either; we know of no word on it in the paper.
+      --min-advantage 0 keeps all rollouts, in E2 and in E7.
+  D5  E6 divides R - mean R, as GRPO does; LOOP's paper divides E1. Our deviation has K - 1 in it.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
   D7  In AppWorld the paper's prompt has a worked example, and the turn limit is a failure; here the prompt
       is short, and the limit is graded.
@@ -37,6 +37,7 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import nan
 from statistics import fmean
 from typing import Literal
 
@@ -79,9 +80,9 @@ class Args:
     worlds: int = 150  # rollouts that are played at the same time, also in evaluations, in whole groups
     temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
-    context: int = 2048  # tokens of a rollout, which ends where no turn may fit; at most the model's (32,000)
-    finish_all: float = 0.9  # in training, stop when this share of those played together has ended ... (0.9)
-    finish_each: int = 4  # ... and this number for each task; the others leave their group (paper: 4)
+    context: int = 2048  # most tokens of a rollout; it ends when a full turn might not fit (paper: 32,000)
+    finish_all: float = 0.9  # in training, stop the slowest when this share has ended (paper: 0.9)
+    finish_each: int = 4  # but not before this many of each task have ended (paper: 4)
 
     # --- algorithm
     level: Literal["token", "turn", "trajectory"] = "token"  # unit of the importance ratio w: E3, E4, E5
@@ -387,7 +388,7 @@ def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, 
     """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory for each.
 
     There is a seed of its world and one of its tokens for each. With `may_drop` the slowest are stopped, as
-    --finish-all and --finish-each say.
+    --finish-all and --finish-each say. Raises WorldBroken if no world starts.
     """
     u_NT = models.uniform(models.streams(token_seeds), args.context)  # a row for each rollout
     u_NT = u_NT.numpy()  # a list would be eight times as large
@@ -398,17 +399,17 @@ def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, 
         played.append(t)
     for i in range(0, len(played), n):
         play_together(model, played[i : i + n], args, greedy, may_drop)
+    if not any(t.ids for t in played):  # no prompt was read
+        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
     return played
 
 
 def start(played, pool, tokenizer, args) -> None:
-    """Resets each rollout's world and takes its prompt; raises WorldBroken if no world starts."""
+    """Resets each rollout's world and takes its prompt."""
     for t in played:
         t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
     for t in played:
         listen(t, tokenizer, args)
-    if all(t.fate == "broken" for t in played):
-        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
 
 
 @torch.no_grad()
@@ -685,8 +686,8 @@ def play_all(model, worlds, args, greedy: bool) -> dict:
 
 
 def average(values) -> float:
-    """The mean; 0 if there are no values."""
-    return fmean(values or [0.0])
+    """The mean; nan if there are no values."""
+    return fmean(values or [nan])
 
 
 def behaviour(played, world) -> dict:
@@ -734,6 +735,8 @@ def main(args: Args) -> dict:
     world = worlds[0]
     difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
     trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
+    if not trained_on:
+        raise ValueError(f"--max-difficulty {args.max_difficulty}: all tasks of {args.env} are above it")
 
     # --- model and optimiser, as they start
     source = args.model or models.checkpoint_of(world)  # D1

@@ -42,6 +42,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from math import nan
 from statistics import fmean
 from threading import Lock
 from typing import Literal
@@ -87,9 +88,9 @@ class Args:
     worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations, in whole groups
     temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
-    context: int = 2048  # tokens of a rollout, which ends where no turn may fit; at most the model's (32,000)
-    finish_all: float = 0.9  # stop when this share of those a process plays has ended ... (paper: 0.9)
-    finish_each: int = 4  # ... and this number for each task; the others leave their group (paper: 4)
+    context: int = 2048  # most tokens of a rollout; it ends when a full turn might not fit (paper: 32,000)
+    finish_all: float = 0.9  # in training, stop a process's slowest when this share has ended (paper: 0.9)
+    finish_each: int = 4  # but not before this many of each task have ended (paper: 4)
 
     # --- algorithm
     level: Literal["token", "turn", "trajectory"] = "token"  # unit of the importance ratio w: E3, E4, E5
@@ -470,7 +471,7 @@ def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, 
     """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory for each.
 
     There is a seed of its world and one of its tokens for each. With `may_drop` the slowest are stopped, as
-    --finish-all and --finish-each say.
+    --finish-all and --finish-each say. Raises WorldBroken if no world starts.
     """
     u_NT = models.uniform(models.streams(token_seeds), args.context)  # a row for each rollout
     u_NT = u_NT.numpy()  # a list would be eight times as large
@@ -486,17 +487,18 @@ def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, 
     for t in played:  # the others have no use for these, and some cannot be sent
         t.world = t.pending = None
         t.u_T = ()
-    return gathered(played)
+    played = gathered(played)
+    if not any(t.ids for t in played):  # no prompt was read
+        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
+    return played
 
 
 def start(played, pool, tokenizer, args) -> None:
-    """Resets each rollout's world and takes its prompt; raises WorldBroken if no world starts."""
+    """Resets each rollout's world and takes its prompt."""
     for t in played:
         t.pending = pool.submit(t.world.reset, seed=t.seed, options={"index": t.task})
     for t in played:
         listen(t, tokenizer, args)
-    if all(t.fate == "broken" for t in played):
-        raise envs.WorldBroken(f"no world of {args.env} starts: {played[0].text}")
 
 
 @torch.no_grad()
@@ -826,8 +828,8 @@ def play_all(model, worlds, args, greedy: bool) -> dict:
 
 
 def average(values) -> float:
-    """The mean; 0 if there are no values."""
-    return fmean(values or [0.0])
+    """The mean; nan if there are no values."""
+    return fmean(values or [nan])
 
 
 def behaviour(played, world) -> dict:
@@ -876,6 +878,8 @@ def main(args: Args) -> dict:
     world = worlds[0]
     difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
     trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
+    if not trained_on:
+        raise ValueError(f"--max-difficulty {args.max_difficulty}: all tasks of {args.env} are above it")
 
     # --- model and optimiser, as they start
     source = args.model or models.checkpoint_of(world)  # D1

@@ -11,7 +11,7 @@ Table 3 of LGE, or in the school.
     python benchmarks/lge.py --results lge.csv             # what is in this file is not run again
 
 Every cell is one run of lge_drrn.py, of BC one of lge_bc.py, in a folder of its own below --runs. One that
-has ended is not run again, one that was killed goes on from its last checkpoint. The guide is trained before,
+has ended is not run again, one that Ctrl-C or SIGTERM stopped goes on. The guide is trained before,
 by guide_simcse.py; the school has a ready-made one. Printed is the score in percent on variations of the test
 split, the mean of the last tenth of the evaluations as in the paper, then over the seeds, with the half width
 of its 95 % interval (Student's t), and what a seed gains over DRRN, likewise. --split dev is there to choose
@@ -26,6 +26,7 @@ import json
 import re
 import statistics
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -132,7 +133,9 @@ def group_of(args: Args, guide: str, row: str = "") -> str:
     if args.env != "scienceworld":
         options = f"{args.env}__{options}"
     has_guide = guide != "none" and "none" not in ROWS.get(row, [])
-    return f"{options}__{Path(guide).resolve().parent.name}" if has_guide else options
+    folder = Path(guide).resolve()
+    name = folder.parent.name if folder.name == "guide" else folder.name  # guide_simcse.py calls all "guide"
+    return f"{options}__{name}" if has_guide else options
 
 
 def run_cell(args: Args, guide: str, task: str, row: str, seed: int) -> Path:
@@ -223,8 +226,11 @@ def main(args: Args) -> str:
     means, curve = {}, args.split if args.split in ("test", "dev") else "training"
     for task in tasks:
         for row in args.methods:
-            by_seed = zip(*[outcomes[task, row, seed][f"curve {curve}"] for seed in seeds], strict=True)
-            mean = [(same[0][0], *band([score for _, score in same])) for same in by_seed]
+            points = defaultdict(list)  # a line of the log in which no episode ended has no score
+            for seed in seeds:
+                for step, value in outcomes[task, row, seed][f"curve {curve}"]:
+                    points[step].append(value)
+            mean = [(step, *band(points[step])) for step in sorted(points) if len(points[step]) == len(seeds)]
             if mean:
                 means.setdefault(task, {})[row] = mean
     draw(means, "steps", folder / "curves.svg")
@@ -239,7 +245,8 @@ def main(args: Args) -> str:
         return outcomes[task, row, seed][f"eval_{args.split}_score"]
 
     pairs = [(row, "DRRN") for row in args.methods if "LGE" in row and "DRRN" in args.methods]
-    gains = [f"gain of {row.removeprefix('LGE ')}" for row, _ in pairs]
+    gain = "difference" if args.split == "first_success" else "gain"  # fewer steps are better
+    gains = [f"{gain} of {row.removeprefix('LGE ')}" for row, _ in pairs]
     has_paper = args.env == "scienceworld"
     columns = [*args.methods, *gains, *(["paper: DRRN", "fixed", "increasing", "BC"] if has_paper else [])]
     lines = [f"| task | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]

@@ -136,7 +136,7 @@ def check(args, script: str) -> None:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
     counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch", "worlds")
     counts += ("logit_chunk", "steps", "top_k", "copy_every", "memory", "max_difficulty", "candidates")
-    counts += ("negative_variations", "max_tokens", "dataset_size")
+    counts += ("negative_variations", "max_tokens", "dataset_size", "tasks")
     at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
     at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight"), 0)
     at_least["minibatch"] = 0 if script.startswith("loop") else 1  # 0: all
@@ -144,6 +144,9 @@ def check(args, script: str) -> None:
     for name, least in at_least.items():
         if getattr(args, name, least) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least {least}")
+    is_coarse = script.startswith(("loop", "sft")) and getattr(args, "dtype", "") == "bfloat16"
+    if is_coarse and not args.lora and getattr(args, "iterations", 1) > 0:  # others keep float32 parameters
+        raise ValueError("--dtype bfloat16: steps would be rounded away; give --lora, too")
     longest = getattr(args, "max_action_tokens", 0)
     if longest >= getattr(args, "context", math.inf):
         raise ValueError(f"--max-action-tokens {longest}: there is no room in --context {args.context}")

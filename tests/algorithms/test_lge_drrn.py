@@ -257,7 +257,7 @@ def test_learning_from_a_batch_is_the_naive_descent(texts, delta):
     for row in batch:
         with torch.no_grad():
             best = max(naive_q(other, texts, row.next_state, a).item() for a in row.next_actions)
-        y = row.reward + 0.7 * (not row.terminated) * min(row.left, best)
+        y = row.reward + 0.7 * (not row.terminated) * min(row.points_left, best)
         error = (naive_q(other, texts, row.state, row.action) - y).abs()
         loss = loss + (error**2 / 2 if error < delta else delta * (error - delta / 2)) / 3  # D9
     loss.backward()
@@ -325,10 +325,8 @@ def test_the_memory_has_two_rings():
     without = ReplayBuffer(10, 0.0, False)
     without.push(transition(1, 1.0))
     assert numbers_of(without.sample(4, rng)) == [1]
-    only = ReplayBuffer(10, 1.0, False)
-    for n, reward in enumerate((0.0, 1.0)):
-        only.push(transition(n, reward))
-    assert numbers_of(only.sample(4, rng)) == [1]
+    with pytest.raises(ValueError, match="--priority-fraction must be below 1"):
+        ReplayBuffer(10, 1.0, False)
 
 
 def test_the_released_memory_has_half_the_size_and_half_the_batch():
@@ -692,7 +690,7 @@ def test_what_is_remembered_and_logged_of_training(
         assert begins or row.state == before.next_state
         assert guides[0].texts[row.action] == info["action"] and row.next_state == after.state
         assert (row.reward, row.terminated) == (reward, terminated)
-        assert row.left == (100 - info["score"] if target_actions == "valid" else np.inf)  # D8
+        assert row.points_left == (100 - info["score"] if target_actions == "valid" else np.inf)  # D8
         assert terminated == (info["score"] in (100, -100))
         allowed = guides[0].pruned(after) if target_actions == "pruned" else after.valid
         assert row.next_actions.tolist() == allowed.tolist()

@@ -5,6 +5,7 @@ layers. What they should compute is computed a second time, one rollout at a tim
 """
 
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -567,6 +568,8 @@ def test_what_did_not_end_has_no_return():
     one = replace(ended(0, 1.0), terminated=True, success=True)
     figures = loop_ppo.behaviour([one, loop_ppo.Trajectory(0, fate="broken")], Lookup())
     assert figures["rollout/return"] == figures["rollout/success"] == 1.0 and figures["rollout/broken"] == 0.5
+    none = loop_ppo.behaviour([loop_ppo.Trajectory(0, fate="broken")], Lookup())
+    assert math.isnan(none["rollout/return"]) and math.isnan(none["rollout/entropy"]), "0 would be a figure"
 
 
 def test_worlds_that_do_not_start_are_an_error_if_none_does(warm, monkeypatch):
@@ -581,6 +584,33 @@ def test_worlds_that_do_not_start_are_an_error_if_none_does(warm, monkeypatch):
     assert fates[:3] == ["broken"] * 3 and set(fates[3:]) == {"ended"}
     with pytest.raises(envs.WorldBroken, match="no world of lookup starts: the server is gone"):
         play(warm, small(), tasks=(0, 0))
+
+
+def test_one_task_that_does_not_start_ends_no_run(warm, monkeypatch):
+    """Played by itself, with as many worlds as a task has rollouts."""
+
+    def reset(self, seed=None, options=None):
+        if options["index"] == 0:
+            raise envs.Unavailable("the server is gone")
+        return real(self, seed=seed, options=options)
+
+    real = Lookup.reset
+    monkeypatch.setattr(Lookup, "reset", reset)
+    fates = [t.fate for t in play(warm, small(), tasks=(0, 0, 1, 1), worlds=[Lookup(), Lookup()])]
+    assert fates[:2] == ["broken"] * 2 and set(fates[2:]) == {"ended"}
+
+
+def test_a_world_without_easy_tasks_is_refused(tmp_path, monkeypatch):
+    @functools.wraps(Lookup.__init__)
+    def start(self, **options):
+        real(self, **options)
+        self.difficulties = [4] * self.num_tasks
+
+    real = Lookup.__init__
+    monkeypatch.setattr(Lookup, "__init__", start)
+    with pytest.raises(ValueError, match="--max-difficulty 3: all tasks of lookup are above it"):
+        loop_ppo.main(small(runs=str(tmp_path)))
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
 def test_a_row_with_nothing_new_keeps_what_was_read(warm):

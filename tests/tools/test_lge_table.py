@@ -135,10 +135,12 @@ def test_the_area_in_the_school(tmp_path, capfd):
     for row, areas in {"DRRN": (10, 20, 30), "LGE fixed": (20, 32, 38)}.items():
         for seed, area in enumerate(areas, 1):
             name = re.sub(r"\W+", "_", f"find-plant {row} {seed}")
-            folder = (
-                tmp_path / ("school__default__guides" if "LGE" in row else "school__default") / name / "run"
-            )
+            folder = tmp_path / ("school__default__x" if "LGE" in row else "school__default") / name / "run"
             run_of(folder, 40, [0.0, 50.0])
+            if seed == 1:  # no episode has ended in its first line
+                first, *rest = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+                first = first.replace("rollout/score", "rollout/other")
+                (folder / "metrics.jsonl").write_text(first + "".join(rest))
             summary = json.loads((folder / "summary.json").read_text())
             summary |= {"area": float(area), "first_success": area}
             (folder / "summary.json").write_text(json.dumps(summary))
@@ -154,9 +156,10 @@ def test_the_area_in_the_school(tmp_path, capfd):
     page.write_text("\n".join([*area, *first]))
     options |= {"out": page}
     lines = lge.main(lge.Args(**options, guide="guides/x", split="first_success")).splitlines()
+    assert lines[0] == "| task | DRRN | LGE fixed | difference of fixed |"
     assert page.read_text().splitlines() == [*area, first[0], *lines, first[1]], "the other stays as it is"
     assert lines[2] == "| find-plant | 20.0 ± 24.8 | 30.0 ± 22.8 | 10.0 ± 5.0 |"
-    curves = (tmp_path / "school__default__guides/curves.csv").read_text().splitlines()
+    curves = (tmp_path / "school__default__x/curves.csv").read_text().splitlines()
     assert "find-plant,DRRN,2,training,40,25.0" in curves
 
 
@@ -201,6 +204,7 @@ def test_runs_without_a_guide_serve_every_guide():
         != lge.group_of(args, "runs/b/guide")
     )
     assert {lge.group_of(args, f"runs/{name}/guide", "DRRN") for name in "ab"} == {"--steps%209"}
+    assert lge.group_of(args, "checkpoints/school-guide", "LGE fixed") == "--steps%209__school-guide"
 
 
 # ------------------------------------------------------------------------------------------ BC on gold paths

@@ -883,6 +883,7 @@ def test_a_saved_model_says_what_it_is(toy):
     ("script", "name", "least"),
     [
         ("loop_ppo", "worlds", 1),
+        ("loop_ppo", "tasks", 1),
         ("loop_ppo", "logit_chunk", 1),
         ("loop_ppo", "minibatch", 0),
         ("loop_ppo", "max_difficulty", 1),
@@ -899,4 +900,19 @@ def test_numbers_below_the_least_are_named(script, name, least):
     with pytest.raises(
         ValueError, match=f"^--{name.replace('_', '-')} {least - 1}: it must be at least {least}$"
     ):
+        runs.check(args, script)
+
+
+@pytest.mark.parametrize("script", ["loop_ppo", "loop_ppo_multigpu", "sft", "archer"])
+@pytest.mark.parametrize(("iterations", "lora"), [(1, False), (0, False), (1, True)])
+def test_parameters_in_bfloat16_do_not_learn(script, iterations, lora):
+    args = SimpleNamespace(
+        name="", env="x", runs="runs", resume="", device="cpu", dtype="bfloat16", lora=lora
+    )
+    if script != "sft":
+        args.iterations = iterations
+    if script != "archer" and not lora and getattr(args, "iterations", 1):
+        with pytest.raises(ValueError, match="^--dtype bfloat16: steps would be rounded away"):
+            runs.check(args, script)
+    else:
         runs.check(args, script)
