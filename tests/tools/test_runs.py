@@ -912,7 +912,7 @@ def test_parameters_in_bfloat16_do_not_learn(script, iterations, lora):
     if script != "sft":
         args.iterations = iterations
     if script != "archer" and not lora and getattr(args, "iterations", 1):
-        with pytest.raises(ValueError, match="^--dtype bfloat16: steps would be rounded away"):
+        with pytest.raises(ValueError, match=r"^--dtype bfloat16: steps would be rounded away"):
             runs.check(args, script)
     else:
         runs.check(args, script)
