@@ -19,16 +19,16 @@ Paper: Chen et al. 2025, arXiv:2502.01600; release: the authors' code, github.co
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
 The loss of a rollout is the mean of -E2 + kl E7 over its M tokens. So at w = 1 the gradient of a token's
-log pi weighs A / M with --level token, A times its turn's length / M with turn, and A with trajectory, as in
-RLOO's Eq. 2, a sum; --epochs 1 --minibatch 0 alone takes its mean.
+log pi weighs A / M with --level token, A L / M with turn (L tokens in its turn), and A with trajectory, as
+in REINFORCE, the paper's Eq. 2, which sums; --epochs 1 --minibatch 0 alone takes the mean.
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
-Differs from the paper; the option in brackets undoes it (docs/loop_ppo.md has the reasons):
+Differs from the paper; the option in brackets, if any, undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama trained on flawed solutions (--model) instead of a 32B model that can code.
   D2  It trains on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr): late steps then undo less.
-  D4  E7, too, leaves out rollouts with |A| < 0.01; the paper does not say what it does. --min-advantage 0
-      keeps them in E7, and in E2 as well.
-  D5  E6 divides R - mean R, as GRPO's paper does, by the deviation with K - 1. LOOP's paper divides E1.
+  D4  Rollouts with |A| < 0.01 have no KL penalty (E7), either; we know of no word on it in the paper.
+      --min-advantage 0 keeps all rollouts, in E2 and in E7.
+  D5  E6 divides R - mean R, as GRPO does; LOOP's paper divides E1. Our deviation has K - 1 in it.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
   D7  In AppWorld the paper's prompt has a worked example, and the turn limit is a failure; here the prompt
       is short, and the limit is graded.
