@@ -100,6 +100,7 @@ ABLATIONS = {
         f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
         for words in PPO + LARGER
     },
+    "ArCHer, played": Row(f"benchmarks/variants.py played {PLAYED}"),
     "ArCHer, td": Row(f"benchmarks/variants.py td {PLAYED}"),
     "ArCHer, token baseline": Row("archer.py --baseline", (), "ArCHer"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
