@@ -69,7 +69,7 @@ class Args:
     name: str = ""  # label of the run, a part of its folder's name
     resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # or cuda: each process takes the GPU of its number
-    threads: int = 2  # CPU threads; use one beside other work, or to resume bit for bit
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
     world_threads: int = 2  # worlds that step in parallel while the model writes for the others
     save_every: int = 20  # iterations between checkpoints; Ctrl-C also writes one
 

@@ -154,7 +154,8 @@ def rows_to_learn(dialogues: list[dict], tokenizer, context: int, reply_weight: 
         rows = rows_of(dialogue, tokenizer, context)
         fitting += rows
         too_long += not rows
-    print(f"{too_long} of {len(dialogues)} dialogues left out as they do not fit")
+    if too_long:
+        print(f"{too_long} of {len(dialogues)} dialogues left out as they do not fit")
     if reply_weight == 0:  # D3
         for row in fitting:
             kinds = row[:, 1]  # a view

@@ -40,7 +40,7 @@ class Args:
 
 
 def read(run: Path, metric: str) -> tuple[dict, dict[int, float]]:
-    """A run's arguments, and the metric by iteration. Stops where the folder has no such thing."""
+    """A run's arguments, and the metric by iteration, if it has it. Stops where the folder is no run's."""
     try:
         arguments = json.loads((run / "args.json").read_text(encoding="utf-8"))
         rows = read_lines(run / "metrics.jsonl")
@@ -49,7 +49,7 @@ def read(run: Path, metric: str) -> tuple[dict, dict[int, float]]:
     points = {row["iteration"]: row[metric] for row in rows if metric in row}
     if not points:
         tags = sorted({tag for row in rows for tag in row})
-        stop(f"{run}: no {metric!r} in its metrics; there are {', '.join(tags)}")
+        print(f"{run}: no {metric!r} in its metrics; there are {', '.join(tags)}", file=sys.stderr)
     script = run.name.split("__")[1] if "__" in run.name else ""
     return {"script": script} | arguments, points
 
@@ -142,6 +142,8 @@ def table_of(metric: str, groups: dict[str, list[dict[int, float]]]) -> list[str
 def reach_of(run: Path, args: Args) -> str:
     """A line of markdown: dialogues / CPU-seconds until the metric, a running mean, reaches each level."""
     arguments, points = read(run, args.metric[0])
+    if not points:
+        sys.exit(2)
     rows = {row["iteration"]: row for row in read_lines(run / "metrics.jsonl")}
     if "rollouts" not in arguments or not (run / "summary.json").exists():
         stop(f"{run}: --reach takes runs that have ended, of scripts that play dialogues")
@@ -181,6 +183,9 @@ def main(args: Args) -> str:
     panels, lines = {}, []
     for metric in args.metric:
         found = [read(run, metric) for run in args.runs]
+        found = [(arguments, points) for arguments, points in found if points]
+        if not found:
+            sys.exit(2)
         groups = grouped([(arguments, average(points, args.smooth)) for arguments, points in found])
         world = ", ".join(sorted({arguments["env"] for arguments, _ in found if "env" in arguments}))
         title = args.title or f"{world}: {metric}"

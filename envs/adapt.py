@@ -245,4 +245,9 @@ class Adapted(gymnasium.Env):
                     f"{self.id}: the {part} that {method} returns must be {name}, "
                     f"not {on_a_line(value)}; {PAGE}"
                 )
+            if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+                raise envs.NotAWorld(
+                    f"{self.id}: the {part} that {method} returns has half a character in it: "
+                    f"{on_a_line(value)}; {PAGE}"
+                )
         return tuple(map(plain, result))

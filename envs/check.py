@@ -185,7 +185,20 @@ def has_players(make):
     if not world.players:  # Adapted looks at what they are
         return "no players"
     for name, player in world.players.items():
-        played = dialogue(world, player, random.Random(0), seed=0)
+        said = [None]
+
+        def speak(observation, rng, player=player, said=said):
+            said.append(None)
+            said[-1] = player(observation, rng)
+            return said[-1]
+
+        try:
+            played = dialogue(world, speak, random.Random(0), seed=0)
+        except Exception as error:
+            if said[-1] is None:  # the player's own
+                raise
+            problem = f"step raised {type(error).__name__}: {error}"
+            raise AssertionError(f"to {name}'s action {said[-1]!r:.80} {problem}") from error
         assert all(isinstance(action, str) for action in played["actions"]), f"{name} returned no text"
 
 

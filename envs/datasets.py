@@ -60,7 +60,10 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
         name, _, share = part.strip().partition("=")
         if name not in world.players:
             known = ", ".join(world.players) or "none, so give --dataset FILE"
-            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {known}")
+            example = f" (--mix {'/'.join(f'{player}=0.5' for player in world.players)})" * bool(
+                world.players
+            )
+            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {known}{example}")
         if name in shares:
             raise ValueError(f"{mix!r}: {name} stands in it twice")
         try:
@@ -116,6 +119,8 @@ def read_dialogues(
             where = f"record {n}: "
             records.append(json.loads(line))
         records = json.loads(text) if is_list else records
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: {where}{error}; give a JSON list of dialogues, or a line of JSON a dialogue"

@@ -250,11 +250,13 @@ def why_not_loaded(source: str, error: Exception, args=None) -> str:
     With the arguments of a script, a folder that none of them names is its own choice: it is one in
     checkpoints/ that this world does not have, and `sft.py` makes another.
     """
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
     if Path(source, "actor").is_dir():
         return f"it is the folder of a run; its model is in {Path(source, 'actor')}"
+    if Path(source, "args.json").exists():
+        return "it is the folder of a run that has saved no model yet"
     if Path(source).exists():
-        return reason
+        return " ".join(str(error).split())[:300] if reason.endswith(":") else reason
     if args is not None and source not in vars(args).values():
         flag = "--actor" if hasattr(args, "actor") else "--model"
         world = f" --world {args.world}" if args.world else ""

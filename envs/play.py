@@ -151,6 +151,8 @@ def player_of(args: argparse.Namespace, world) -> Player:
     saved = Path(args.agent, "args.json")  # a run's: an action is cut there as it was in training
     run = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
     max_tokens = run.get("max_action_tokens", world.max_action_chars)
+    if run.get("env", world.id) not in (world.id, args.id):
+        print(f"(This agent was trained in {run['env']}.)", flush=True)
 
     def player(observations: list[str], actions: list[str]) -> str:
         action = agent.write(observations, actions, max_tokens)

@@ -46,6 +46,8 @@ def cli(kind: type, main: Callable) -> None:
             args = tyro.cli(kind, default=saved)
             if args.runs != saved.runs:
                 raise ValueError(f"--runs {args.runs}: a run that goes on stays in its folder, {args.resume}")
+            if args.env != saved.env:
+                raise ValueError(f"--env {args.env}: {args.resume} is a run of {saved.env}; start a new one")
         main(args)
         leave()
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
@@ -136,7 +138,7 @@ def check(args, script: str) -> None:
         raise ValueError(f"--temperature {args.temperature}: it must be above 0")  # else all would be nan
     counts = ("threads", "max_action_tokens", "epochs", "batch", "critic_batch", "actor_batch", "worlds")
     counts += ("logit_chunk", "steps", "top_k", "copy_every", "memory", "max_difficulty", "candidates")
-    counts += ("negative_variations", "max_tokens", "dataset_size", "tasks")
+    counts += ("negative_variations", "max_tokens", "dataset_size", "tasks", "rollouts")
     at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
     at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight"), 0)
     at_least["minibatch"] = 0 if script.startswith("loop") else 1  # 0: all
@@ -144,6 +146,11 @@ def check(args, script: str) -> None:
     for name, least in at_least.items():
         if getattr(args, name, least) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least {least}")
+    for name, usual in (("gamma", 1), ("polyak", 1)):
+        if not 0 <= getattr(args, name, usual) <= 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: it must be between 0 and 1")
+    if 0 < getattr(args, "iterations", 0) <= getattr(args, "warmup", 0):
+        say(f"The actor will not learn: all {args.iterations} iterations belong to --warmup {args.warmup}.")
     is_coarse = script.startswith(("loop", "sft")) and getattr(args, "dtype", "") == "bfloat16"
     if is_coarse and not args.lora and getattr(args, "iterations", 1) > 0:  # others keep float32 parameters
         raise ValueError("--dtype bfloat16: steps would be rounded away; give --lora, too")
@@ -219,6 +226,8 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output
         elif args.resume:
             lock(Path(args.resume))
+        if args.resume and not Path(args.resume, "checkpoint.pt").exists():
+            raise ValueError(f"{args.resume} has no checkpoint: it ended before its first; start it again")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         torch.set_num_threads(args.threads)
@@ -227,7 +236,7 @@ class Run:
         torch.backends.cuda.matmul.allow_tf32 = getattr(args, "dtype", "") == "bfloat16"
         self.rng = numpy.random.default_rng(args.seed)
         self.args, self.script, self.samples_file = args, script, samples_file
-        self.iteration = 0
+        self.iteration = self.began_at = 0
         self.metrics, self.samples = [], []  # the records of metrics.jsonl, and of samples_file
         self.asked = False  # whether Ctrl-C or SIGTERM has asked the run to end
         self.saved = None  # the iteration that `save` was last called in
@@ -271,12 +280,14 @@ class Run:
                 module.load_state_dict(saved["modules"][name])
             self.rng.bit_generator.state = saved["rng"]
             torch.set_rng_state(saved["torch_rng"])
-            self.iteration, self.state = saved["iteration"], saved["state"]
+            self.iteration = self.began_at = saved["iteration"]
+            self.state = saved["state"]
             self.metrics, self.samples = saved["metrics"], saved["samples"]
             self.began -= saved["seconds"]
             self.cpu_began -= saved["cpu_seconds"]
-        except Exception as error:  # a damaged file can raise anything
-            raise ValueError(f"{path} cannot be resumed: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a damaged file, or another model, can raise anything
+            said = " ".join(str(error).split())[:300]
+            raise ValueError(f"{path} cannot be resumed: {type(error).__name__}: {said}") from error
 
     def iterations(self, last: int) -> Iterator[int]:
         """The numbers of the iterations that are left, up to `last` or the one that a signal falls into."""
@@ -319,6 +330,8 @@ class Run:
             if re.search(shown, tag):
                 words.append(f"{tag} {defined[tag]:.4g}" if tag in defined else f"{tag} -")
         say("  ".join(words))
+        if metrics.get("eval/cut", 0) >= 0.5:
+            say(f"       {metrics['eval/cut']:.0%} of the dialogues outgrew the model's context (eval/cut)")
         self.metrics.append({"iteration": self.iteration} | defined)
         self.samples += samples
         with self.writing("the curves"):
@@ -378,6 +391,8 @@ class Run:
         with self.writing("the summary"):
             write_json(self.folder / "summary.json", summary)
         say(json.dumps(summary))
+        if self.args.resume and self.iteration == self.began_at:
+            say(f"No iteration was left to do: {self.iteration} were done before.")
         start, end = summary.get("warm_start_return"), summary.get("eval_return")
         if start is not None and end is not None and end < start:
             say(f"The run ends below its start: it returned {start:.2f} at first, {end:.2f} at last.")
@@ -424,7 +439,7 @@ Saved by {self.script}.py of TurnRL in the run {self.folder.name}.
 |---|---|
 | started from | {start} |
 | last evaluation | {last if evaluated else "see metrics.jsonl of the run"} |
-| prompt | what the world says; then action, end token, reply, action, end token ... each tokenised apart |
+| prompt | the world's first text and a newline; then action, end token, reply ... each tokenised apart |
 | licence | that of what it started from; MIT where that is of TurnRL itself |
 """
 

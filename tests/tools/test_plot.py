@@ -66,6 +66,16 @@ def test_each_metric_has_a_picture_and_a_table_of_its_own(tmp_path):
     assert text.count("rollout/return") == 1 and text.count("actor/kl") == 1 and text.count("iterations") == 2
 
 
+def test_a_run_without_the_metric_is_left_out(tmp_path, capsys):
+    """Of another script, for instance; the others are drawn."""
+    first, second = (a_run(tmp_path, name, [1.0, 2.0]) for name in "12")
+    text = (second / "metrics.jsonl").read_text().replace("rollout/return", "eval/return")
+    (second / "metrics.jsonl").write_text(text)
+    table = plot.main(plot.Args(runs=[first, second]))
+    assert table.count("| 1 |") == 1 and "1.00 | 2.00" in table
+    assert "2: no 'rollout/return' in its metrics; there are eval/return" in capsys.readouterr().err
+
+
 def test_when_a_level_is_reached(tmp_path, capsys):
     """By the mean of three iterations, of 4 dialogues each and 4 before them; LOOP plays 2 tasks."""
     run = a_run(tmp_path, "1", [-9.0, -3.0, -6.0, -6.0, -3.0], seed=7, rollouts=4)

@@ -207,6 +207,12 @@ def test_a_run_that_goes_on_keeps_its_arguments(monkeypatch, folder):
     assert args == Toy(seed=2, rate=0.25, resume=str(folder), runs=str(folder.parent))
 
 
+def test_a_run_that_goes_on_stays_in_its_world(monkeypatch, capsys, folder):
+    said = one_line(monkeypatch, capsys, "--resume", folder, "--env", "apps")
+    env = json.loads((folder / "args.json").read_text())["env"]
+    assert said == f"--env apps: {folder} is a run of {env}; start a new one"
+
+
 def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, folder, tmp_path):
     said = one_line(monkeypatch, capsys, "--resume", folder, "--runs", tmp_path / "other")
     assert said == f"--runs {tmp_path}/other: a run that goes on stays in its folder, {folder}"
@@ -295,6 +301,7 @@ def test_of_two_processes_the_second_is_refused_until_the_first_has_ended(toy, f
         "import sys; from envs import models, runs; from pathlib import Path; runs.lock(Path(sys.argv[1]));"
     )
     code += "print('locked', flush=True); sys.stdin.read()"
+    (folder / "checkpoint.pt").touch()
     runs.LOCKS.pop().close()  # this process has made the run
     words = [sys.executable, "-c", code, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -485,16 +492,34 @@ def test_what_came_after_the_checkpoint_is_done_again(toy, tmp_path):
     assert [step for step, _ in curve(folder, "loss")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("content", [b"garbage", b"", None])
+@pytest.mark.parametrize("content", [b"garbage", b""])
 def test_a_damaged_checkpoint_is_named(toy, content):
     args = toy(iterations=1)
     train(args)
     path = folder_of(args) / "checkpoint.pt"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{path} cannot be resumed: [A-Z]"):
         train(toy(resume=str(path.parent)))
+    path.unlink()
+    with pytest.raises(ValueError, match=f"^{path.parent} has no checkpoint: it ended before its first"):
+        train(toy(resume=str(path.parent)))
+
+
+def test_that_nothing_was_left_to_do_is_said(toy, capsys):
+    args = toy(iterations=1)
+    train(args)
+    assert "left to do" not in capsys.readouterr().out
+    train(toy(iterations=1, resume=str(folder_of(args))))
+    assert capsys.readouterr().out.endswith("No iteration was left to do: 1 were done before.\n")
+
+
+def test_dialogues_that_outgrow_the_context_are_spoken_of(toy, capsys):
+    run = runs.Run(toy(), "toy")
+    run.start({})
+    run.log({"eval/cut": 0.4}, "")
+    assert "outgrew" not in capsys.readouterr().out
+    run.log({"eval/cut": 0.6}, "")
+    assert "60% of the dialogues outgrew the model's context (eval/cut)" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_other_modules_is_named(toy):
@@ -901,6 +926,24 @@ def test_numbers_below_the_least_are_named(script, name, least):
         ValueError, match=f"^--{name.replace('_', '-')} {least - 1}: it must be at least {least}$"
     ):
         runs.check(args, script)
+
+
+@pytest.mark.parametrize("name", ["gamma", "polyak"])
+def test_shares_are_between_0_and_1(name):
+    args = SimpleNamespace(name="", env="x", runs="runs", resume="", device="cpu", **{name: 1})
+    runs.check(args, "archer")
+    setattr(args, name, 1.5)
+    with pytest.raises(ValueError, match=f"^--{name} 1.5: it must be between 0 and 1$"):
+        runs.check(args, "archer")
+
+
+def test_an_actor_that_cannot_learn_is_spoken_of(capsys):
+    args = SimpleNamespace(name="", env="x", runs="runs", resume="", device="cpu", iterations=3, warmup=2)
+    runs.check(args, "archer")
+    assert capsys.readouterr().out == ""
+    args.warmup = 3
+    runs.check(args, "archer")
+    assert capsys.readouterr().out == "The actor will not learn: all 3 iterations belong to --warmup 3.\n"
 
 
 @pytest.mark.parametrize("script", ["loop_ppo", "loop_ppo_multigpu", "sft", "archer"])

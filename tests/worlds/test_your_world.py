@@ -503,6 +503,21 @@ class Mute(Bare):
     players = {"mute": lambda text, rng: None}  # noqa: RUF012
 
 
+class Locked(Bare):
+    players = {"thief": lambda text, rng: "garage"}  # noqa: RUF012
+
+    def step(self, action):
+        if action == "garage":
+            raise KeyError(action)
+        return super().step(action)
+
+
+class HalfACharacter(Bare):
+    def step(self, action):
+        text, *others = super().step(action)
+        return (text + "\ud800", *others)
+
+
 class Invents(Bare):
     def demonstrations(self, n, seed):
         return [{"observations": ["a"], "actions": ["b"]}] * n
@@ -608,6 +623,8 @@ BREAK = {
     Doubled: {"appends"},
     Drifts: {"keeps_tasks"},
     Mute: {"has_players"},
+    Locked: {"has_players"},
+    HalfACharacter: {"steps"},
     Invents: {"demonstrates"},
     Vague: {"knows_its_returns"},
 }
@@ -625,6 +642,16 @@ def test_a_broken_rule_is_found(world, monkeypatch, capsys):
 def test_a_word_that_a_world_cannot_read_is_named(monkeypatch, capsys):
     _, _, said = check(monkeypatch, capsys, f"{HERE}:Digits")
     assert "        'yes' raised ValueError: invalid literal for int() with base 10: 'yes'\n" in said
+
+
+def test_an_action_of_a_player_that_step_cannot_read_is_named(monkeypatch, capsys):
+    _, _, said = check(monkeypatch, capsys, f"{HERE}:Locked")
+    assert "        to thief's action 'garage' step raised KeyError: 'garage'\n" in said
+
+
+def test_half_a_character_is_named(monkeypatch, capsys):
+    _, _, said = check(monkeypatch, capsys, f"{HERE}:HalfACharacter")
+    assert "returns has half a character in it: " in said
 
 
 def test_after_a_broken_rule_that_others_use_these_are_not_tested(monkeypatch, capsys):
