@@ -1985,7 +1985,7 @@ def test_a_run_does_not_go_on_with_another_critic(finished, folders, tmp_path):
 
 
 MISUSE = {
-    "rollouts": "0 worlds: at least one must be played",
+    "rollouts": "--rollouts 0: it must be at least 1",
     "temperature": "--temperature 0: it must be above 0",  # else log-probs would be nan
     "max_action_tokens": "--max-action-tokens 0: it must be at least 1",  # else nothing ends an utterance
     "buffer_size": "--buffer-size 0: it must be at least 1",  # else it would hold all
