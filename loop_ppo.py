@@ -1,6 +1,6 @@
 """LOOP: PPO with a leave-one-out baseline for agents that act over many turns, in one file.
 
-    python loop_ppo.py --env apps                  # 3 to 5 minutes; greedy play solves 0.94, at first 0.45
+    python loop_ppo.py --env apps                  # 5 to 7 minutes; greedy play solves 0.95, at first 0.45
     python loop_ppo.py --epochs 1 --minibatch 0 --lr 8e-4    # RLOO; with --normalise --kl 0.04 GRPO
     python loop_ppo.py --resume runs/...           # goes on; docs/loop_ppo.md has the paper's 32B model
 
