@@ -33,6 +33,7 @@ WITHOUT = {  # what a world may have, and what happens without it
     "max_action_chars": "an action is cut after 1,000 characters, or its space's max_length",
     "multiline": "an action is cut at its first newline",
     "split": "loop_ppo.py evaluates on the training tasks",
+    "difficulties": "loop_ppo.py trains on all tasks, whatever --max-difficulty says",
     "players": "archer_offline_iql.py needs --dataset; sft.py, too, without demonstrations",
     "demonstrations": "sft.py learns from the first of the players",
     "demonstration_env": "a start model is looked for in checkpoints/ under the name of the world",
