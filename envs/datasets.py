@@ -59,11 +59,11 @@ def make_dialogues(world, n: int, seed: int, mix: str) -> list[dict]:
     for part in mix.replace("/", ",").split(","):
         name, _, share = part.strip().partition("=")
         if name not in world.players:
-            known = ", ".join(world.players) or "none, so give --dataset FILE"
-            example = f" (--mix {'/'.join(f'{player}=0.5' for player in world.players)})" * bool(
-                world.players
-            )
-            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {known}{example}")
+            known = "none, so give --dataset FILE"
+            if world.players:
+                example = "/".join(f"{player}=0.5" for player in world.players)
+                known = f"{', '.join(world.players)} (--mix {example})"
+            raise ValueError(f"{mix!r}: no player {name!r}; {world.id} has: {known}")
         if name in shares:
             raise ValueError(f"{mix!r}: {name} stands in it twice")
         try:

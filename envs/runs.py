@@ -146,8 +146,8 @@ def check(args, script: str) -> None:
     for name, least in at_least.items():
         if getattr(args, name, least) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be at least {least}")
-    for name, usual in (("gamma", 1), ("polyak", 1)):
-        if not 0 <= getattr(args, name, usual) <= 1:
+    for name in ("gamma", "polyak"):
+        if not 0 <= getattr(args, name, 1) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)}: it must be between 0 and 1")
     if 0 < getattr(args, "iterations", 0) <= getattr(args, "warmup", 0):
         say(f"The actor will not learn: all {args.iterations} iterations belong to --warmup {args.warmup}.")
