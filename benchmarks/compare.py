@@ -45,7 +45,7 @@ DIALOGUES = {FULL: 896, SUBSET: 1792, CITY: 896}  # played to learn, in every ro
 LEVELS = {FULL: (-14, -12, -10), SUBSET: (-8, -6, -4), CITY: (-12, -10, -8)}  # returns; when reached?
 TUNING_SEED = 101
 TRIES = 4  # settings that each method may try
-EVALUATIONS = 2  # of a run, and one before it
+EVALUATIONS = 2  # of a run, and one before it; a quick run has one at its end
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ def cell_of(args: Args, world: str, name: str, setting: str, seed: int) -> Cell:
     per = dialogues_of(script, own)
     own = [str(per * int(word[1:])) if re.fullmatch(r"x\d+", word) else word for word in own]
     iterations = 2 if args.quick else round(DIALOGUES[world] / per)
-    every = str(math.ceil(iterations / EVALUATIONS))
+    evaluations = 1 if args.quick else EVALUATIONS
+    every = str(math.ceil(iterations / evaluations))
     parts = [word for word in head if word != "-m"]
     slug = short(" ".join([*parts, *own, str(iterations), str(seed)]))
     flags = [*own, "--env", world, "--seed", str(seed), "--threads", "1", "--name", plain(name)]
@@ -668,15 +669,19 @@ def reached_in(row: dict, k: int) -> str:
 
 
 def with_half(row: dict, key: str) -> str:
-    """A mean with its half width; of one seed without, of none "-".
+    """A mean with its half width; of two seeds both figures, of one seed its own, of none "-".
 
-    >>> with_half({"area": -3.0, "area_half": 0.25, "seeds": 3}, "area"), with_half({}, "area")
-    ('-3.00 ± 0.25', '-')
+    >>> row = {"area": -3.0, "area_half": 0.25}
+    >>> with_half(row | {"seeds": 3}, "area"), with_half(row | {"seeds": 2}, "area"), with_half({}, "area")
+    ('-3.00 ± 0.25', '-3.25, -2.75', '-')
     """
     if key not in row:
         return "-"
-    half = f" ± {row[f'{key}_half']:.2f}" if row.get("seeds", 1) > 1 else ""
-    return f"{row[key]:.2f}{half}"
+    mean, seeds = row[key], row.get("seeds", 1)
+    if seeds < 2:
+        return f"{mean:.2f}"
+    half = row[f"{key}_half"]
+    return f"{mean:.2f} ± {half:.2f}" if seeds > 2 else f"{mean - half:.2f}, {mean + half:.2f}"
 
 
 def state_of(cell: Cell) -> str:

@@ -323,6 +323,9 @@ VARIANTS = ("D2", "random", "D4", "D7", "D8", "D9", "mc", "iql", *LAMBDAS)
 
 def main() -> None:
     """Runs archer.py with the variant that the first word of the command line names."""
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     if len(sys.argv) < 2 or sys.argv[1] not in VARIANTS:
         runs.stop(f"the first word must be one of {', '.join(VARIANTS)}; see the head of the file")
     variant, words = sys.argv[1], sys.argv[2:]
