@@ -29,8 +29,8 @@ Differs from the paper (docs/archer.md gives the reasons at length); an option i
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
       it is a separate network with 60 updates per iteration.
-  D9  Q is V plus a learned advantage, so that the value of a state is learned once, not twice. It is a linear
-      function of the utterance's hidden state and starts at zero; for an encoder it is an MLP.
+  D9  Q is V plus a learned advantage, so that the value of a state is learned once, not twice, by E1 and E2.
+      It is a linear function of the utterance's hidden state and starts at zero; for an encoder it is an MLP.
 """
 
 import copy
@@ -72,7 +72,7 @@ class Args:
 
     # --- data
     rollouts: int = 64  # dialogues played per iteration (paper: 128; WebShop 512; D5)
-    buffer_size: int = 128  # dialogues that the replay buffer holds (Table 3: 10,000 utterances; D5)
+    buffer_size: int = 128  # dialogues that the replay buffer holds (Table 3: 10,000; D5)
     temperature: float = 1.0  # of sampling, and of scored log-probs
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 
@@ -80,7 +80,7 @@ class Args:
     micro_batch: int = 16  # dialogues of an update that are in memory at a time; the same but for rounding
     critic_lr: float = 3e-4  # Adam's learning rate (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
     critic_updates: int = 60  # per iteration, each followed by a Polyak step of the target (paper: 50)
-    critic_batch: int = 16  # dialogues per update of the critic (paper: 256 utterances)
+    critic_batch: int = 16  # dialogues per update of the critic (paper: 256; authors: utterances)
     critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates
     warmup: int = 2  # iterations before the actor's first update (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
@@ -89,14 +89,14 @@ class Args:
     actor_lr: float = 4e-4  # Adam's (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
     anneal_lr: bool = True  # the actor's learning rate decays towards zero from its first update on (D6)
     actor_updates: int = 4  # per iteration, each on freshly sampled utterances (paper: 3); 0: none
-    actor_batch: int = 16  # dialogues per update of the actor (paper: 256 utterances)
+    actor_batch: int = 16  # dialogues per update of the actor (paper: 256; authors: utterances)
     kl: float = 0.1  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # subtract the batch mean from the advantages (D3)
     baseline: bool = False  # subtract a learned baseline at every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 7  # iterations between evaluations, each with a checkpoint; Ctrl-C also writes one
+    eval_every: int = 7  # iterations between evaluations, each with a checkpoint; 0: only the last
     eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 

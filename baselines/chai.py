@@ -56,7 +56,7 @@ class Args:
 
     # --- data
     rollouts: int = 128  # dialogues played per iteration (paper: 128; WebShop 512)
-    buffer_size: int = 1_000  # dialogues that the replay buffer holds (Table 3: 10,000 utterances; D5)
+    buffer_size: int = 1_000  # dialogues that the replay buffer holds (Table 3: 10,000; D5)
     temperature: float = 1.0  # sampling temperature
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 

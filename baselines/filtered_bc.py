@@ -50,7 +50,7 @@ class Args:
 
     # --- data
     rollouts: int = 128  # dialogues played per iteration (paper: 32; WebShop 128; D2)
-    buffer_size: int = 1_000  # dialogues that the replay buffer holds (Table 3: 10,000 utterances; D4)
+    buffer_size: int = 1_000  # dialogues that the replay buffer holds (Table 3: 10,000; D4)
     temperature: float = 1.0  # of sampling, and of scored log-probs
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
 

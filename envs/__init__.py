@@ -382,6 +382,9 @@ class VecTextEnv:
         for i, (seed, index) in enumerate(zip(seeds, indices, strict=True)):
             began.append(self._call(i, "reset", seed=seed, options={} if index is None else {"index": index}))
         self.observations = [observation for observation, _ in began]
+        if "" in self.observations:  # a model would have nothing to read
+            i = self.observations.index("")
+            raise WorldBroken(f"world {i} ({self.envs[i].id}), reset: the first observation is empty")
         self.terminated = [False] * len(self)
         self.truncated = [False] * len(self)
         self.dialogues = [

@@ -116,6 +116,7 @@ def load_actor(source: str, args):
     """The causal model that learns, probed; with what --lora and --gradient-checkpointing ask for.
 
     With --lora its own weights are frozen in --dtype, and low-rank adapters learn in float32.
+    Raises ValueError for one that --max-action-tokens would fill.
     """
     import transformers
 
@@ -128,6 +129,10 @@ def load_actor(source: str, args):
         if args.gradient_checkpointing:
             checkpoint_activations(model)
     probe(model)
+    if args.max_action_tokens >= model.context:
+        raise ValueError(
+            f"--max-action-tokens {args.max_action_tokens}: {source} reads only {model.context} tokens"
+        )
     return model
 
 

@@ -46,8 +46,11 @@ def cli(kind: type, main: Callable) -> None:
             args = tyro.cli(kind, default=saved)
             if args.runs != saved.runs:
                 raise ValueError(f"--runs {args.runs}: a run that goes on stays in its folder, {args.resume}")
-            if args.env != saved.env:
-                raise ValueError(f"--env {args.env}: {args.resume} is a run of {saved.env}; start a new one")
+            for name in ("env", "actor", "model"):  # of the last two a run still reads its initial weights
+                given, began = getattr(args, name, ""), getattr(saved, name, "")
+                if given != began:
+                    began = began or "the default"
+                    raise ValueError(f"--{name} {given}: {args.resume} is a run of {began}; start a new one")
         main(args)
         leave()
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
@@ -140,7 +143,7 @@ def check(args, script: str) -> None:
     counts += ("logit_chunk", "steps", "top_k", "copy_every", "memory", "max_difficulty", "candidates")
     counts += ("negative_variations", "max_tokens", "dataset_size", "tasks", "rollouts")
     at_least = dict.fromkeys((*counts, "critic_pool", "buffer_size"), 1)
-    at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight"), 0)
+    at_least |= dict.fromkeys(("seed", "micro_batch", "reply_weight", "kl", "warmup"), 0)
     at_least["minibatch"] = 0 if script.startswith("loop") else 1  # 0: all
     at_least["eval_episodes"] = 0 if script.startswith(("loop", "lge", "sft")) else 1  # all, or none
     for name, least in at_least.items():
@@ -149,6 +152,10 @@ def check(args, script: str) -> None:
     for name in ("gamma", "polyak"):
         if not 0 <= getattr(args, name, 1) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)}: it must be between 0 and 1")
+    if getattr(args, "max_grad_norm", 1) <= 0:  # at 0 nothing would learn, below it all would learn the opposite
+        raise ValueError(f"--max-grad-norm {args.max_grad_norm}: it must be above 0")
+    if getattr(args, "buffer_size", math.inf) < getattr(args, "rollouts", 0):
+        raise ValueError(f"--buffer-size {args.buffer_size}: it must be at least --rollouts {args.rollouts}")
     if 0 < getattr(args, "iterations", 0) <= getattr(args, "warmup", 0):
         say(f"The actor will not learn: all {args.iterations} iterations belong to --warmup {args.warmup}.")
     is_coarse = script.startswith(("loop", "sft")) and getattr(args, "dtype", "") == "bfloat16"

@@ -1959,6 +1959,12 @@ def test_a_missing_critic_is_seen_before_anything_is_played(folders, tmp_path, m
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_utterance_must_fit_into_the_actors_context(folders, tmp_path):
+    with pytest.raises(ValueError, match=r"^--max-action-tokens 150: .* reads only 150 tokens$"):
+        go(tmp_path / "runs", folders, actor=folders["SHORT"], max_action_tokens=150)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("damage", ["no config", "no tokenizer", "half a file", "a file"])
 def test_a_damaged_folder_is_one_line(folders, tmp_path, damage):
     folder = Path(shutil.copytree(folders["LLAMA"], tmp_path / "damaged"))

@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 @dataclass
 class Toy:
     env: str = "toy/World:One"  # the world
+    actor: str = ""  # a model's folder
     seed: int = 1  # of all
     threads: int = 1  # of torch
     runs: str = "runs"  # folder of runs
@@ -211,6 +212,12 @@ def test_a_run_that_goes_on_stays_in_its_world(monkeypatch, capsys, folder):
     said = one_line(monkeypatch, capsys, "--resume", folder, "--env", "apps")
     env = json.loads((folder / "args.json").read_text())["env"]
     assert said == f"--env apps: {folder} is a run of {env}; start a new one"
+
+
+def test_a_run_that_goes_on_keeps_its_initial_actor(monkeypatch, capsys, folder):
+    """From which ArCHer measures its KL, and on which adapters were trained."""
+    said = one_line(monkeypatch, capsys, "--resume", folder, "--actor", "other")
+    assert said == f"--actor other: {folder} is a run of the default; start a new one"
 
 
 def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, folder, tmp_path):
@@ -926,6 +933,21 @@ def test_numbers_below_the_least_are_named(script, name, least):
         ValueError, match=f"^--{name.replace('_', '-')} {least - 1}: it must be at least {least}$"
     ):
         runs.check(args, script)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_grad_norm": 0.0}, "--max-grad-norm 0.0: it must be above 0"),
+        ({"kl": -0.1}, "--kl -0.1: it must be at least 0"),
+        ({"warmup": -1}, "--warmup -1: it must be at least 0"),
+        ({"buffer_size": 63, "rollouts": 64}, "--buffer-size 63: it must be at least --rollouts 64"),
+    ],
+)
+def test_numbers_with_which_a_run_would_not_learn_are_named(given, said):
+    args = SimpleNamespace(name="", env="x", runs="runs", resume="", device="cpu", **given)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        runs.check(args, "archer")
 
 
 @pytest.mark.parametrize("name", ["gamma", "polyak"])

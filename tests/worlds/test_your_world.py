@@ -326,6 +326,13 @@ def test_a_world_that_cannot_go_on_says_so_as_what_it_is(monkeypatch):
             worlds.step({0: "1"})
 
 
+def test_a_world_that_begins_with_nothing_is_one_line(monkeypatch):
+    """A model would have nothing to read, and the value of the state no place."""
+    monkeypatch.setattr(Whole, "reset", lambda self, seed, options: ("", {}))
+    with pytest.raises(envs.WorldBroken, match=r"^world 0 .*reset: the first observation is empty$"):
+        envs.VecTextEnv(f"{HERE}:Whole", 2).reset()
+
+
 class Typed(Bare):
     """Its options have types, and there may be others."""
 
