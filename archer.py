@@ -16,7 +16,8 @@ Paper: Zhou et al. 2024, arXiv:2402.19446
       with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
   E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
-Differs from the paper (docs/archer.md gives the reasons at length); an option in brackets undoes it:
+Differs from the paper (docs/archer.md gives the reasons at length); an option in brackets undoes it,
+benchmarks/variants.py the others:
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts into gibberish.
   D2  The critic is a decoder and starts from the actor's weights (--critic roberta-base, as in sec. 3.6).
   D3  The batch mean is subtracted from the advantages (--no-center); with an exact critic it is 0 on average.

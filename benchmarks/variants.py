@@ -10,10 +10,12 @@ that number. The run's folder does not say so: give it a --name.
   D4      All heads start near zero.
   D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
           good as the whole buffer, it undoes D7.
-  D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration.
+  D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration, on the
+          actor's batches; after each of these its head moves once more, as archer.py's does.
   D9      Q has networks of its own instead of V plus a linear function.
   mc      Q and V learn the Monte-Carlo returns (App. D.1).
-  iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2).
+  iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2). As Q is V plus
+          something (D9), the loss of Q still moves V, too.
   played  The actor learns from the utterances of the dialogues just played, with PPO's clip of 0.2; each of
           --actor-updates takes the next --actor-batch dialogues, over and over again in new orders. The
           advantage is E3's.

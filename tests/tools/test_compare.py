@@ -460,6 +460,19 @@ def test_gae_advantages_are_sums_of_later_surprises_less_their_mean(variant, lam
     assert logp == pytest.approx(-sum(nll), abs=1e-2), "the log-probs are those of the sampled utterances"
 
 
+@pytest.mark.parametrize(("variant", "expected"), [("played", [7.0, 7.0, 7.0]), ("td", [1.0, 2.0, 3.0])])
+def test_td_the_actor_gets_the_other_advantages(monkeypatch, variant, expected):
+    """And of both the log-probs before the first update, for the clip."""
+    told = []
+    monkeypatch.setattr(archer, "actor_losses", lambda *given: told.append(given[4]))
+    dialogues = [{"old": torch.tensor([-1.0, -2.0]), "advantage": torch.tensor([1.0, 2.0])}]
+    dialogues += [{"old": torch.tensor([-3.0]), "advantage": torch.tensor([3.0])}]
+    with variants.exchanged(variant):
+        archer.actor_losses(None, None, None, dialogues, torch.full((3,), 7.0), archer.Args())
+        assert archer.rollout.__self__.old_M.tolist() == [-1.0, -2.0, -3.0]
+    assert told[0].tolist() == expected
+
+
 def test_played_each_pass_takes_every_new_dialogue_once(monkeypatch):
     told = []
     monkeypatch.setattr(archer, "actor_update", lambda *given: told.append(archer.with_fresh(given[5])))
