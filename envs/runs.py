@@ -152,7 +152,7 @@ def check(args, script: str) -> None:
     for name in ("gamma", "polyak"):
         if not 0 <= getattr(args, name, 1) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)}: it must be between 0 and 1")
-    if getattr(args, "max_grad_norm", 1) <= 0:  # at 0 nothing would learn, below it all would learn the opposite
+    if getattr(args, "max_grad_norm", 1) <= 0:  # below 0 it would unlearn
         raise ValueError(f"--max-grad-norm {args.max_grad_norm}: it must be above 0")
     if getattr(args, "buffer_size", math.inf) < getattr(args, "rollouts", 0):
         raise ValueError(f"--buffer-size {args.buffer_size}: it must be at least --rollouts {args.rollouts}")
