@@ -60,7 +60,12 @@ class Row:
 
 SMALLER = "--rollouts 32 --critic-updates 40 --warmup 4 --kl 0.05"  # twice the updates of the actor
 ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", SMALLER)
-PLAYED = "--rollouts 32 --critic-updates 40 --warmup 2 --actor-updates 8 --actor-lr 3e-4 --kl 0.02"
+PLAYED = (  # four passes over what was played
+    "--rollouts 32 --critic-updates 40 --warmup 2 --actor-updates 8 --actor-lr 3e-4 --kl 0.02",
+    "--rollouts 32 --critic-updates 40 --warmup 2 --actor-updates 8 --actor-lr 3e-4 --kl 0.1",
+    "--rollouts 16 --critic-updates 20 --critic-pool 64 --warmup 4 --actor-lr 3e-4 --kl 0.1",
+    "--rollouts 64 --actor-updates 16 --actor-lr 3e-4 --kl 0.1",
+)
 PPO = ("--rollouts 8 --minibatch 8", "--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
 LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
 AS_ARCHER = "--rollouts 64 --critic-updates 60 --critic-batch 16"  # its defaults
@@ -89,6 +94,7 @@ METHODS = {
         ("--minibatch 24", *(f"--minibatch 24 --lr {rate}" for rate in ("5e-4", "1e-3", "2e-3"))),
     ),
     "ArCHer": Row("archer.py", ARCHER),
+    "ArCHer, played": Row("benchmarks/variants.py played", PLAYED),
 }
 TABLE_3 = (
     "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
@@ -100,8 +106,7 @@ ABLATIONS = {
         f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
         for words in PPO + LARGER
     },
-    "ArCHer, played": Row(f"benchmarks/variants.py played {PLAYED}"),
-    "ArCHer, td": Row(f"benchmarks/variants.py td {PLAYED}"),
+    "ArCHer, td": Row(f"benchmarks/variants.py td {PLAYED[0]}"),
     "ArCHer, token baseline": Row("archer.py --baseline", (), "ArCHer"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
