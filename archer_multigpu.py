@@ -356,22 +356,9 @@ class Critic(nn.Module):
         states = []
         for dialogue in dialogues:
             states += dialogue["observations"][: len(dialogue["actions"])]
-        state_NH = self.cls(states)
-        said_NH = self.cls(texts or flat(dialogues, "actions"))
+        state_NH = models.cls_vectors(self.body, states, self.dtype)
+        said_NH = models.cls_vectors(self.body, texts or flat(dialogues, "actions"), self.dtype)
         return state_NH, torch.cat([state_NH, said_NH], -1)
-
-    def cls(self, texts):
-        """[CLS] vectors [N, H]; a text that is too long loses its beginning."""
-        self.tokenizer.truncation_side = "left"
-        inputs = self.tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=self.body.context,
-            split_special_tokens=True,  # "[SEP]" is text, too
-            return_tensors="pt",
-        )
-        return models.hidden_states(self.body, self.dtype, **inputs)[:, 0]
 
 
 class Twins(nn.ModuleList):
@@ -722,17 +709,10 @@ def actor_update(
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
-    evaluations are comparable.
+    The seeds are always the same, so that evaluations are comparable.
     """
     options = envs.options(args.world)
-    world = envs.make(args.env, **options)
-    world.close()
-    num_tasks = world.num_tasks
-    tasks = list(range(min(num_tasks, args.eval_episodes)))
-    if not greedy:
-        passes = max(1, round(args.eval_episodes / num_tasks))
-        tasks *= passes
+    tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy, **options)
     worlds = envs.VecTextEnv(args.env, len(own_part(tasks)), **options)
     dialogues, _ = rollout(actor, worlds, args, None, tasks, greedy)
     worlds.close()

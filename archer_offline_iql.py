@@ -615,17 +615,10 @@ def actor_update(actor, critic, optimizer, dialogues, args, rng):
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
-    evaluations are comparable.
+    The seeds are always the same, so that evaluations are comparable.
     """
     options = envs.options(args.world)
-    world = envs.make(args.env, **options)
-    world.close()
-    num_tasks = world.num_tasks
-    tasks = list(range(min(num_tasks, args.eval_episodes)))
-    if not greedy:
-        passes = max(1, round(args.eval_episodes / num_tasks))
-        tasks *= passes
+    tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy, **options)
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     dialogues = rollout(actor, worlds, args, tasks, greedy)
     worlds.close()

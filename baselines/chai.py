@@ -429,16 +429,10 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 def evaluate(actor, critic, args):
     """Metrics of about `eval_episodes` dialogues played by E3, in whole passes over the tasks.
 
-    If there are more tasks than that, it plays the first ones. The seeds are always the same, so that
-    evaluations are comparable.
+    The seeds are always the same, so that evaluations are comparable.
     """
     options = envs.options(args.world)
-    world = envs.make(args.env, **options)
-    world.close()
-    num_tasks = world.num_tasks
-    tasks = list(range(min(num_tasks, args.eval_episodes)))
-    passes = max(1, round(args.eval_episodes / num_tasks))
-    tasks = passes * tasks
+    tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy=False, **options)
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     dialogues = rollout(actor, critic, worlds, args, None, tasks)
     worlds.close()

@@ -67,6 +67,7 @@ __all__ = [
     "read_action",
     "replies",
     "summarise",
+    "tasks_to_evaluate",
 ]
 
 
@@ -179,6 +180,22 @@ def make(id: str, /, **options):
         raise Unavailable(f"{id} needs the package {name}: pip install {name}") from error
     except FileNotFoundError as error:
         raise Unavailable(f"{id}: {error}") from error
+
+
+def tasks_to_evaluate(id: str, episodes: int, greedy: bool, **options) -> list[int]:
+    """The task of each dialogue of an evaluation: about `episodes`, in whole passes over the world's tasks.
+
+    If there are more tasks than that, these are the first ones. Greedy play, which is always the same, has
+    each task once.
+
+    >>> len(tasks_to_evaluate("twenty-questions-subset", 31, greedy=False))
+    30
+    """
+    world = make(id, **options)
+    world.close()
+    tasks = list(range(min(world.num_tasks, episodes)))
+    passes = 1 if greedy else max(1, round(episodes / world.num_tasks))
+    return passes * tasks
 
 
 def construct(id: str, target: str, options: dict):

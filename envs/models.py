@@ -385,6 +385,20 @@ def hidden_states(body, dtype: str, **inputs):
         return body(**on_device).last_hidden_state.float()
 
 
+def cls_vectors(body, texts: list[str], dtype: str):
+    """An encoder's [CLS] vectors [N, H]; a text that is too long loses its beginning."""
+    body.tokenizer.truncation_side = "left"
+    inputs = body.tokenizer(
+        texts,
+        padding=True,
+        truncation=True,
+        max_length=body.context,
+        split_special_tokens=True,  # "[SEP]" is text, too
+        return_tensors="pt",
+    )
+    return hidden_states(body, dtype, **inputs)[:, 0]
+
+
 def masked_states(body, ids_BT, position_BT, visible_BTC, dtype: str, cache=None):
     """The same [B, T, H] of a decoder in which a token sees the `visible` ones of C columns."""
     return hidden_states(

@@ -1041,7 +1041,7 @@ def test_an_encoder_cuts_the_beginning_of_a_text_that_is_too_long(folders, actor
     """BERT reads 512 tokens; of a longer dialogue the last ones matter most."""
     critic, long = critic_of(actor, "encoder", folders=folders), "red: ant yes\n" * 400
     with torch.no_grad():
-        cls = critic.cls([long + "a", "blue: " + long + "a", long + "b"])
+        cls = models.cls_vectors(critic.body, [long + "a", "blue: " + long + "a", long + "b"], "float32")
     assert torch.allclose(cls[0], cls[1], atol=1e-5) and not torch.allclose(cls[0], cls[2], atol=1e-4)
 
 
@@ -1053,7 +1053,7 @@ def test_an_encoder_reads_no_control_token_in_a_text(folders, actor):
     )
     end = critic.tokenizer.sep_token
     with torch.no_grad():
-        critic.cls([f"red {end} ant"])
+        models.cls_vectors(critic.body, [f"red {end} ant"], "float32")
     assert read[0][0].tolist().count(critic.tokenizer.sep_token_id) == 1, "the one behind the text"
 
 
