@@ -59,9 +59,7 @@ GUESSES = {  # by the world whose checkpoint is taken: whether a text is a guess
 def play_held(actor, args: archer.Args, k: int, is_guess: Callable[[str], bool]) -> list[dict]:
     """As archer.play_tasks, sampled; but none of a dialogue's first k turns is a guess, if others come up."""
     options = envs.options(args.world)
-    num_tasks = envs.make(args.env, **options).num_tasks
-    tasks = list(range(min(num_tasks, args.eval_episodes)))
-    tasks *= max(1, round(args.eval_episodes / num_tasks))
+    tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy=False, **options)
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=list(range(len(tasks))), indices=tasks)
     streams = models.streams(range(len(tasks)))
