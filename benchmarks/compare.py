@@ -35,7 +35,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 import tyro
-from tables import half_width, read_lines, read_results, stop, write_results
+from tables import half_width, interval, read_lines, read_results, stop, write_results
 
 # ---------------------------------------------------------- 1. the table
 FULL, SUBSET, CITY = "twenty-questions", "twenty-questions-subset", "guess-my-city"
@@ -43,6 +43,7 @@ WORLDS = (FULL, SUBSET, CITY)
 SEEDS = {FULL: 3, SUBSET: 5, CITY: 3}  # 1 to this are reported
 DIALOGUES = {FULL: 896, SUBSET: 1792, CITY: 896}  # played to learn, in every row; archer.py's default has 896
 LEVELS = {FULL: (-14, -12, -10), SUBSET: (-8, -6, -4), CITY: (-12, -10, -8)}  # returns; when reached?
+PLAIN = "PPO"  # with which all others are paired
 TUNING_SEED = 101
 TRIES = 4  # settings that each method may try
 EVALUATIONS = 2  # of a run, and one before it; a quick run has one at its end
@@ -627,6 +628,8 @@ def report(args: Args) -> str:
         keep(args.out / "compare_tuning.csv", tuning, ("world", "run"))
         if summary := [line for line in summary if line["world"] == world]:
             tables.append(markdown(world, summary))
+        if others := paired(args, world):
+            tables.append(others)
     return "\n\n".join(tables)
 
 
@@ -687,6 +690,46 @@ def with_half(row: dict, key: str) -> str:
         return f"{mean:.2f}"
     half = row[f"{key}_half"]
     return f"{mean:.2f} ± {half:.2f}" if seeds > 2 else f"{mean - half:.2f}, {mean + half:.2f}"
+
+
+def paired(args: Args, world: str) -> str:
+    """Each method less PPO as a table, of the seeds that both have; and when it is where PPO ends, by seed.
+
+    That is the mean of PPO's sampled returns at the end. Empty if there is no PPO.
+    """
+    curves = defaultdict(lambda: defaultdict(list))
+    for line in read_results(args.out / f"compare_{world}.csv"):
+        curves[line["method"]][line["seed"]].append(line)
+    plain = curves.get(PLAIN, {})
+    ends = [points[-1].get("eval_sampled") for points in plain.values()]
+    if not plain or None in ends:
+        return ""
+    rows = []
+    for name in ROWS:
+        pairs = [(curves[name][seed], plain[seed]) for seed in plain if seed in curves[name]]
+        if not pairs or (name != PLAIN and pairs[0][0][0]["run"] == pairs[0][1][0]["run"]):
+            continue  # it is not run, or is PPO by another name
+        parts = [name, str(len(pairs)), less(pairs, "eval_sampled"), less(pairs, "eval_greedy")]
+        parts.append(interval([area(ours) - area(theirs) for ours, theirs in pairs], digits=2))
+        if name == PLAIN:
+            parts[2:] = ["", "", ""]
+        places = [crossing(ours, fmean(ends), "dialogues") for ours, _ in pairs]
+        parts.append(", ".join(str(place or "never") for place in places))
+        rows.append(f"| {' | '.join(parts)} |")
+    heads = [f"less {PLAIN}", "seeds", "sampled", "greedy", "area", f"dialogues to {fmean(ends):.2f}"]
+    return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
+
+
+def less(pairs: list[tuple[list[dict], list[dict]]], key: str) -> str:
+    """The mean difference of two curves' ends with its interval, or "-" where a run has no such figure.
+
+    >>> less([([{"eval_sampled": -1.0}], [{"eval_sampled": -3.0}])], "eval_sampled")
+    '2.00'
+    """
+    ends = [(ours[-1].get(key), theirs[-1].get(key)) for ours, theirs in pairs]
+    if any(None in pair for pair in ends):
+        return "-"
+    return interval([ours - theirs for ours, theirs in ends], digits=2)
 
 
 def state_of(cell: Cell) -> str:

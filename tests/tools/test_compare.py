@@ -241,6 +241,43 @@ def test_what_comes_out(args):
     assert shown.splitlines()[-1].startswith("5 are to be run")
 
 
+def recorded(
+    method: str, seed: int, returns: list[float], sampled: float, greedy: float | None
+) -> list[dict]:
+    """The lines of a run in the CSV of curves; with an evaluation at its end."""
+    points = a_curve(returns)
+    points[-1]["eval_sampled"] = sampled
+    if greedy is not None:
+        points[-1]["eval_greedy"] = greedy
+    return [{"method": method, "seed": seed, "run": f"{method} {seed}"} | point for point in points]
+
+
+def test_others_are_paired_with_ppo_by_seed(args):
+    lines = []
+    for seed, end in ((1, -6.0), (2, -8.0), (3, -7.0)):  # PPO ends at -7 on the mean
+        lines += recorded("PPO", seed, [-10.0, -10.0, -10.0, -8.0], end, end)
+    lines += [line | {"method": "PPO, 16 an update"} for line in lines]
+    for seed, end in ((3, -5.0), (1, -5.0)):  # in another order, without a second seed
+        lines += recorded("ArCHer", seed, [-9.0, -7.0, -7.0, -7.0 - seed], end, end - 1)
+    lines += recorded("CHAI", 1, [-9.0, -9.0, -9.0, -9.0], -9.0, None)
+    tables.write_results(args.out / f"compare_{compare.FULL}.csv", lines)
+    assert compare.paired(args, compare.FULL).splitlines() == [
+        "| less PPO | seeds | sampled | greedy | area | dialogues to -7.00 |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| CHAI | 1 | -3.00 | - | 0.50 | never |",
+        "| PPO | 3 |  |  |  | never, never, never |",
+        "| ArCHer | 2 | 1.50 (1.00, 2.00) | 0.50 (0.00, 1.00) | 1.50 (1.75, 1.25) | never, never |",
+    ]
+    lines += recorded("Filtered BC", 2, [-7.0, -7.0, -7.0, -7.0], -9.0, None)
+    tables.write_results(args.out / f"compare_{compare.FULL}.csv", lines)
+    assert "| Filtered BC | 1 | -1.00 | - | 2.50 | 512 |" in compare.report(args)
+    assert compare.paired(args, compare.SUBSET) == "", "nothing was run there"
+    tables.write_results(
+        args.out / f"compare_{compare.FULL}.csv", [line for line in lines if line["method"] != "PPO"]
+    )
+    assert compare.paired(args, compare.FULL) == ""
+
+
 def curves_of(args, world: str) -> list[dict]:
     """The lines of a world's CSV of curves."""
     return tables.read_results(args.out / f"compare_{world}.csv")
