@@ -3,15 +3,15 @@
     python benchmarks/plot.py runs/* --out curves.svg
     python benchmarks/plot.py runs/* --metric eval/return --mark "best possible=-6.78" --table
     python benchmarks/plot.py runs/* --metric rollout/return actor/kl actor/entropy --out health.svg
-    python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer
+    python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer --smooth 192
     python benchmarks/plot.py runs/* --smooth 3 --reach -14 -13
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
 where the shortest of them has come. A line is named by its script, if there are several, and by the arguments
 in which runs of one script differ.
 The third draws a panel for each metric. The fourth draws what benchmarks/compare.py has written: return by
-dialogues and, beside it, by CPU-seconds. The last prints, for each run, dialogues / CPU-seconds until the
-metric first reached each level.
+dialogues and, beside it, by CPU-seconds; a method has one colour in all such pictures. The last prints, for
+each run, dialogues / CPU-seconds until the metric first reached each level.
 """
 
 import json
@@ -19,10 +19,12 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import tyro
-from tables import draw, half_width, interval, read_lines, read_results, stop
+from tables import COLOURS, draw, half_width, interval, read_lines, read_results, stop
 
+METHODS = ("ArCHer", "PPO", "LOOP", "Filtered BC", "ArCHer, played", "CHAI")  # of a CSV: their colours
 APART = {"seed", "runs", "resume", "name", "threads"}  # arguments by which runs are not told apart
 
 
@@ -31,10 +33,11 @@ class Args:
     runs: tyro.conf.Positional[list[Path]]  # folders of runs, or one CSV of compare.py
     metric: tuple[str, ...] = ("rollout/return",)  # tags of metrics.jsonl
     mark: list[str] = field(default_factory=list)  # level lines, as NAME=VALUE, such as "best possible=-6.78"
-    smooth: int = 1  # iterations over which a curve is averaged
+    smooth: int = 1  # iterations over which a curve is averaged; of a CSV: dialogues
     title: str = ""  # above the picture; "" takes world and metric
     out: Path | None = None  # the picture, an SVG
     methods: tuple[str, ...] = ()  # of a CSV: those that are drawn, in this order; none: all
+    axes: tuple[Literal["dialogues", "cpu_seconds"], ...] = ("dialogues", "cpu_seconds")  # of a CSV: panels
     table: bool = False  # print each line's first and last value
     reach: tuple[float, ...] = ()  # levels: print when the mean of --smooth iterations reaches each
 
@@ -95,13 +98,20 @@ def band(curves: list[dict[int, float]]) -> list[tuple[int, float, float, float]
 
 
 def compared(rows: list[dict], axis: str, smooth: int) -> list[tuple[float, float, float, float]]:
-    """The band of a method of compare.py, by the mean of its seeds on an axis."""
-    curves, places = {}, {}
+    """The band of a method of compare.py, by the mean of its seeds on an axis.
+
+    A point is the mean of the last `smooth` dialogues: of so many iterations, of one at least.
+    """
+    curves, places, dialogues = {}, {}, {}
     for row in rows:
         if "return" in row:
             curves.setdefault(row["seed"], {})[row["iteration"]] = row["return"]
             places.setdefault(row["iteration"], []).append(row[axis])
-    points = band([average(curve, smooth) for curve in curves.values()])
+            dialogues[row["iteration"]] = row["dialogues"]
+    first, last = min(dialogues), max(dialogues)
+    per = (dialogues[last] - dialogues[first]) / max(1, last - first)
+    over = max(1, round(smooth / per)) if per else 1
+    points = band([average(curve, over) for curve in curves.values()])
     return [(statistics.fmean(places[iteration]), *edges) for iteration, *edges in points]
 
 
@@ -115,11 +125,12 @@ def draw_csv(args: Args) -> None:
     if not there or not args.out:
         stop(f"{path}: no curves in it" if not there else "--out: where the picture is to be")
     panels = {}
-    for axis in ("dialogues", "cpu_seconds"):
+    for axis in args.axes:
         lines = {name: [row for row in rows if row["method"] == name] for name in args.methods or there}
         title = f"{args.title or 'return'} by {axis.replace('cpu_', 'CPU-')}"
         panels[title] = {name: compared(own, axis, args.smooth) for name, own in lines.items()}
-    draw(panels, "", args.out, marks_of(args))
+    colours = dict(zip(METHODS, COLOURS, strict=True))
+    draw(panels, "", args.out, marks_of(args), colours)
 
 
 def marks_of(args: Args) -> dict[str, float]:

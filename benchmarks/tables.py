@@ -145,11 +145,18 @@ def insert(table: str, out: Path, start: str, end: str) -> None:
     temporary.replace(out)
 
 
-def draw(panels: dict, unit: str, out: Path, marks: dict[str, float] | None = None) -> None:
+def draw(
+    panels: dict,
+    unit: str,
+    out: Path,
+    marks: dict[str, float] | None = None,
+    colours: dict[str, str] | None = None,
+) -> None:
     """Writes an SVG with a panel for each title and a line for each row: points (x, y) or (x, y, low, high).
 
-    Between low and high is shaded. `marks` are level lines in all panels: name -> y. There is no background,
-    and greys that can be read on light and dark pages.
+    Between low and high is shaded. `marks` are level lines in all panels: name -> y. `colours` has the rows'
+    that are to have the same everywhere. There is no background, and greys that can be read on light and
+    dark pages.
     """
     import matplotlib.pyplot as plt
 
@@ -159,8 +166,9 @@ def draw(panels: dict, unit: str, out: Path, marks: dict[str, float] | None = No
     )
     plt.rcParams.update(greys | {"svg.fonttype": "none", "svg.hashsalt": "turnrl", "font.size": 9})
     columns = min(2, len(panels))
-    size = (4.5 * columns + (3 if marks else 0.5), 3 * -(-len(panels) // columns))
-    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=size, squeeze=False)
+    rows_of_panels = -(-len(panels) // columns)
+    size = (4.5 * columns + (3 if marks else 0.5), 3 * rows_of_panels + 0.3)
+    figure, axes = plt.subplots(rows_of_panels, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, (title, rows) in zip(axes.flat, panels.items(), strict=False):
@@ -168,6 +176,7 @@ def draw(panels: dict, unit: str, out: Path, marks: dict[str, float] | None = No
         axis.set_xlabel(unit)
         axis.spines[["top", "right"]].set_visible(False)
         for (row, points), colour in zip(rows.items(), itertools.cycle(COLOURS)):
+            colour = (colours or {}).get(row, colour)
             x, y, *edges = zip(*points, strict=True)
             axis.plot(x, y, color=colour, label=row)
             if edges:
@@ -175,8 +184,8 @@ def draw(panels: dict, unit: str, out: Path, marks: dict[str, float] | None = No
         for name, level in (marks or {}).items():
             axis.axhline(level, color=grey, linestyle="--", linewidth=1)
             axis.annotate(name, (1.01, level), xycoords=("axes fraction", "data"), va="center")
-    axes.flat[0].legend(frameon=False)
-    figure.tight_layout()
+    lines, names = axes.flat[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     temporary = out.with_name(out.name + ".tmp")
     figure.savefig(temporary, format="svg", transparent=True, metadata={"Date": None})
     temporary.replace(out)

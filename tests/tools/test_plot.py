@@ -101,6 +101,36 @@ def test_when_a_level_is_reached(tmp_path, capsys):
     assert "| 24 / 3,001 | 32 / 4,002 |" in capsys.readouterr().out
 
 
+def a_csv(folder: Path, methods: tuple[str, ...]) -> Path:
+    """What compare.py writes, of a run each: returns -8, -6, -4 after 64, 128, 192 dialogues."""
+    path = folder / "compare.csv"
+    lines = ["method,seed,iteration,dialogues,cpu_seconds,return"]
+    for name in methods:
+        lines += [f'"{name}",1,{n},{64 * n},{10 * n},{2 * n - 10}' for n in (1, 2, 3)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_csv_is_averaged_over_dialogues(tmp_path):
+    rows = plot.read_results(a_csv(tmp_path, ("PPO",)))
+    assert [point[1] for point in plot.compared(rows, "dialogues", 128)] == [-8.0, -7.0, -5.0]
+    assert [point[1] for point in plot.compared(rows, "dialogues", 1)] == [-8.0, -6.0, -4.0]
+    assert [point[0] for point in plot.compared(rows, "cpu_seconds", 1)] == [10.0, 20.0, 30.0]
+    assert [point[1] for point in plot.compared(rows[:1], "dialogues", 128)] == [-8.0], "a single iteration"
+
+
+def test_a_method_has_one_colour_in_every_picture(tmp_path):
+    def colours(methods: tuple[str, ...]) -> dict[str, str]:
+        path = tmp_path / "a.svg"
+        plot.main(plot.Args(runs=[a_csv(tmp_path, methods)], out=path, axes=("dialogues",)))
+        text = path.read_text()
+        assert "return by dialogues" in text and "CPU-seconds" not in text
+        return {name: plot.COLOURS[plot.METHODS.index(name)] in text for name in plot.METHODS}
+
+    assert [name for name, there in colours(("PPO", "CHAI")).items() if there] == ["PPO", "CHAI"]
+    assert [name for name, there in colours(("CHAI", "ArCHer")).items() if there] == ["ArCHer", "CHAI"]
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
