@@ -162,12 +162,13 @@ def recorded_dialogues(world, actor, body, args):
 
     A resumed run has them in its folder.
     """
-    file = f"{args.resume}/dataset.jsonl" if args.resume else args.dataset
-    if file:
-        found, notes = read_for(world, file)
+    notes = []
+    if args.resume:
+        found = runs.read_jsonl(f"{args.resume}/dataset.jsonl")
+    elif args.dataset:
+        found, notes = read_for(world, args.dataset)
     else:
         found = make_dialogues(world, args.dataset_size, args.dataset_seed, args.mix)
-        notes = []
     limit = actor.context - 4 * args.max_action_tokens  # room for a fresh utterance, as `rollout` leaves it
     data = []
     cut = 0

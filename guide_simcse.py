@@ -84,7 +84,7 @@ class Args:
 
     # --- data
     train_data: str = ""  # file of gold actions; "" makes them, those of ScienceWorld in data/
-    train_variations: int = 20  # training variations per task, without --train-data; 0: all (paper: 3,442)
+    train_variations: int = 20  # training variations per task, without --train-data (paper: 0, all)
     negative_variations: int = 3  # of these, how many supply hard negatives (paper: 10; D7)
     eval_data: str = ""  # file of gold paths and valid actions, likewise
     eval_variations: int = 1  # development variations per task to rank; 0: all (paper: 5)
@@ -339,7 +339,7 @@ def contrastive_loss(cosine_PA, gold_P, negatives_PA, temperature):
 def count_negatives(count_A, gold_P, is_gold_PA, mask_gold):
     """How often each action is a negative of each triplet [P, A]: as often as it occurs in the batch.
 
-    The triplet's own gold action is not counted; with `mask_gold`, nor is any gold action of its description.
+    One occurrence of its own gold action is not counted; with `mask_gold`, no gold action of its description.
     """
     if mask_gold:
         return torch.where(is_gold_PA, 0.0, count_A)  # D1

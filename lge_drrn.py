@@ -33,7 +33,8 @@ Differs from the paper (docs/lge_drrn.md has the reasons at length):
   D8  The value of a next state is at most the points still to be won there (--no-bound-targets).
   D9  The Huber loss is quadratic up to an error of 100 points (--huber-delta 1): Q is a mean, not a median.
   D10 The task's words stand before the observation, as in the authors' code; sec. 3.1.1 does not say where.
-  D11 In the school, whose runs are short: episodes of 40 steps, half the width, gamma 0.7, E4 with Q / 5.
+  D11 In the school, whose runs are short: episodes of 40 steps, half the width, 1,000 byte pairs, gamma 0.7,
+      E4 with Q / 5.
 """
 
 import time
@@ -104,7 +105,7 @@ class Args:
     priority_fraction: float = 0.5  # priority part of memory and batch, below 1 (paper: 0.5; 0: none)
 
     # --- algorithm
-    top_k: int = 50  # actions that the guide keeps, besides navigation (paper: 50)
+    top_k: int = 50  # nearest actions that the guide keeps; all navigation is kept, too (paper: 50)
     prune_navigation: bool = False  # also prune "go to ..." and "teleport to ..." (D6)
     epsilon: float = 0.1  # probability of not pruning (paper: 0.1; 0: always prune)
     epsilon_schedule: Literal["fixed", "increasing"] = "fixed"  # increasing: to 1, so at the end all is valid
@@ -444,7 +445,7 @@ class Guide:
         self.texts = texts
         self.table = None  # of the texts' vectors, if there is a guide
         if args.guide == "none":
-            print("guide: none, so this is plain DRRN")
+            print("guide: none")
             return
         encoder = load_encoder(args.guide, args)
         pooling = getattr(encoder.config, "pooling", None)

@@ -65,7 +65,7 @@ class Args:
     # --- data
     dataset: str = ""  # file of dialogues (envs/datasets.py has the formats) instead of demonstrations
     demonstrations: int = 20_000  # dialogues that the world's scripted player produces
-    fresh: bool = False  # new demonstrations for every epoch, made with the seeds seed, seed + 1 ...
+    fresh: bool = False  # new demonstrations for every epoch: of the seeds seed + 1, seed + 2 ...
     keep: float = 1.0  # share of the dialogues that is learned, those of the highest returns (Table 3: 0.1)
     drills: int = 0  # repeating random sequences, learned before everything else (D2)
     exchanged: float = 0.0  # share of the dialogues in which words are exchanged (D2)
@@ -73,7 +73,7 @@ class Args:
     # --- algorithm
     reply_weight: float = 1.0  # weight of reply tokens in the loss (D3; 0: none); those of the agent have 1
     epochs: int = 3  # passes over the dialogues
-    batch: int = 16  # dialogues per update (paper, Table 3: 32)
+    batch: int = 16  # dialogues per update; turns, where the world rewrites its text (paper, Table 3: 32)
     micro_batch: int = 0  # how many of these per forward pass; 0: all
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the matrices of the layers (D6)
     lr: float = 3e-3  # peak learning rate, for a tiny model; a pretrained one takes 2e-4 (paper, Table 3)
@@ -205,7 +205,7 @@ def rows_of_epoch(epoch: int, dialogues: list[dict], tokenizer, args: Args, rng)
         tokens = np.setdiff1d(ids, tokenizer.all_special_ids)
         return drills(tokens, args.drills, rng)
     rows = rows_to_learn(dialogues, tokenizer, args.context, args.reply_weight)
-    words = np.array(models.words_of(tokenizer))
+    words = np.array(models.words_of(tokenizer), dtype=int)
     for i, row in enumerate(rows):
         if rng.random() < args.exchanged:
             rows[i] = exchange_words(row, words, rng)

@@ -1,7 +1,7 @@
 """Filtered behaviour cloning, online: the actor imitates the best of its own dialogues, and plays again.
 
     python -m baselines.filtered_bc --env twenty-questions-subset
-    python -m baselines.filtered_bc --rollouts 32 --actor-lr 1e-5 --no-anneal-lr --actor FOLDER
+    python -m baselines.filtered_bc --rollouts 32 --actor-lr 1e-6 --no-anneal-lr --actor FOLDER
     python -m baselines.filtered_bc --resume runs/...
 
 There is no critic: a dialogue is as good as its return, and of a good one every utterance is imitated.
@@ -14,8 +14,8 @@ Differs from the paper; the option in brackets undoes it:
       keeps every dialogue that reaches the threshold return: where many tie, the filter passes them all.
   D2  Learning rate and batches suit a tiny model (second command); the paper's batch is of 256 utterances.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr).
-  D4  The filter takes dialogues from a buffer, as the paper says and of the size in its Table 3; in the
-      authors' code it takes them from all that were ever played (--buffer-size 1000000).
+  D4  The filter takes dialogues from a buffer, as the paper says, of 1,000 dialogues (Table 3: 10,000
+      utterances); the authors' code filters all that were ever played (--buffer-size 1000000).
 """
 
 from dataclasses import dataclass

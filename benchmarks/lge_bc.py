@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -90,6 +89,8 @@ def main(args: Args) -> dict[str, float]:
     """Plays gold paths, learns from them, plays greedily; returns what it writes to summary.json."""
     same = ("env", "task", "seed", "guide", "eval_episodes", "dev_episodes")
     explorer = lge_drrn.complete(lge_drrn.Args(**{name: getattr(args, name) for name in same}))
+    if args.resume:
+        raise ValueError(f"--resume {args.resume}: BC is quick, and cannot be resumed; start it again")
     run = runs.Run(args, "lge_bc")
     worlds = lge_drrn.start_worlds(explorer)
     words = worlds.texts(explorer.vocabulary_steps, run.rng)
@@ -106,22 +107,24 @@ def main(args: Args) -> dict[str, float]:
     print(f"{run.folder}: {len(steps)} steps of {len(order)} gold paths")
     losses = []
     for step in run.iterations(args.steps):
-        optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (step - 1) / args.steps)
         batch = [steps[i] for i in run.rng.integers(len(steps), size=args.batch)]
         losses.append(learn(network, texts, optimizer, batch, args.negatives, run.rng))
         metrics, transcripts = {"bc/loss": float(np.mean(losses[-100:]))}, []
         if step == args.steps:
             player = lge_drrn.Copy(network, texts)
-            episodes = explorer.steps  # its last step: it chooses the variations
+            last = explorer.steps  # it chooses the variations
             evaluation, transcripts = lge_drrn.greedy_play(
-                player, guide, worlds, explorer.epsilon, explorer, episodes
+                player, guide, worlds, explorer.epsilon, explorer, last
             )
             metrics |= evaluation
         if run.is_due(100) or run.stopped:
             run.log(metrics, "loss|score", transcripts)
+        if run.stopped:  # nothing is saved, so that the run cannot go on
+            break
     worlds.close()
     return run.finish(steps=run.iteration, paths=len(order))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    runs.cli(Args, main)

@@ -4,6 +4,7 @@ between two marks, curves."""
 import csv
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -47,11 +48,13 @@ def half_width(values: list[float]) -> float:
 
 def interval(values: list[float], digits: int = 1) -> str:
     """Mean and half width of the 95 % interval of the mean; of two values these,
-    as their interval says nothing.
+    as their interval says nothing; "-" where a value is missing, which is nan.
 
-    >>> interval([1.0, 2.0, 3.0]), interval([3.0, 1.0]), interval([2.0], digits=2)
-    ('2.0 ± 2.5', '2.0 (3.0, 1.0)', '2.00')
+    >>> interval([1.0, 2.0, 3.0]), interval([3.0, 1.0]), interval([2.0], digits=2), interval([float("nan")])
+    ('2.0 ± 2.5', '2.0 (3.0, 1.0)', '2.00', '-')
     """
+    if any(map(math.isnan, values)):
+        return "-"
     if len(values) <= 2:
         both = ", ".join(f"{value:.{digits}f}" for value in values)
         return f"{statistics.fmean(values):.{digits}f} ({both})" if len(values) == 2 else both

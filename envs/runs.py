@@ -31,11 +31,16 @@ import envs
 
 
 # ---------------------------------------------------------- 1. the command line
+# What a run that goes on has from its beginning: the weights that it reads again, and its data.
+FIXED = ("env", "actor", "model", "seed", "dataset", "dataset_size", "dataset_seed", "mix", "demonstrations")
+FIXED += ("fresh", "keep", "drills", "exchanged", "vocabulary", "phrases", "batch")
+
+
 def cli(kind: type, main: Callable) -> None:
     """Calls `main` with the command line as a `kind`; bad input is one line and exit code 2.
 
     So is every error of the kinds below; one that nobody has raised in words comes with its place. With
-    --resume the run's own arguments hold, unless given anew.
+    --resume the run's own arguments hold, unless given anew; those of FIXED cannot be.
     """
     import tyro
 
@@ -46,11 +51,12 @@ def cli(kind: type, main: Callable) -> None:
             args = tyro.cli(kind, default=saved)
             if args.runs != saved.runs:
                 raise ValueError(f"--runs {args.runs}: a run that goes on stays in its folder, {args.resume}")
-            for name in ("env", "actor", "model"):  # of the last two a run still reads its initial weights
+            for name in FIXED:
                 given, began = getattr(args, name, ""), getattr(saved, name, "")
                 if given != began:
-                    began = began or "the default"
-                    raise ValueError(f"--{name} {given}: {args.resume} is a run of {began}; start a new one")
+                    flag = f"--{name.replace('_', '-')} {given}"
+                    began = "the default" if began == "" else began
+                    raise ValueError(f"{flag}: {args.resume} is a run of {began}; start a new one")
         main(args)
         leave()
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
@@ -520,6 +526,12 @@ def write_json(path: Path, record: dict) -> None:
 def write_jsonl(path: Path, records: Iterable[dict]) -> None:
     """An object a line. The file appears whole or not at all."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_jsonl(path: Path | str) -> list[dict]:
+    """What `write_jsonl` has written."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,8 +15,8 @@ borrows the names of ten of its tasks, its options and its kind of score. Rooms,
 ours and stand in school.toml, for a reader to change.
 
     tasks        10, each with 70 variations; one world plays one of them
-    splits       variations 0 to 39 are "train", 10 "dev", 20 "test". What is looked for in dev and test, and
-                 the words of the task, are not met in training: a "maple tree" for a "pine tree"
+    splits       variations 0 to 39 are "train", 10 "dev", 20 "test". In dev and test the words of the task
+                 are new, and part of what is looked for: a "maple tree" beside a "pine tree"
     reward       change of the score, 0 to 100, which is the sum of the sub-goals reached. Who focuses on what
                  was not asked for fails: the score becomes -100. Evaluations take max(score, 0)
     the end      success (100) and failure terminate, `step_limit` truncates

@@ -396,7 +396,7 @@ def normal_color(value: str) -> str:
 
 
 def reward(bought: Item, chosen: dict[str, str], goal: Goal, matching: str = "strict") -> float:
-    """WebShop's Eq. 1: r_type * (attributes + options + price that fit) / (attributes + options + 1 asked)."""
+    """Eq. 1 of WebShop: type * (attributes + options + price that fit) / (attributes + options + 1 asked)."""
     texts = [bought.title.lower(), " ".join(bought.features).lower(), bought.description.lower()]
     attributes = sum(
         any(alike(own, asked) for own in bought.attributes) or any(asked in text for text in texts)

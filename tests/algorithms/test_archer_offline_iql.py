@@ -617,6 +617,27 @@ def test_a_resumed_run_learns_from_the_data_in_its_folder(tmp_path, finished):
     assert lines_of(run)[-1]["iteration"] == 2 and lines_of(run)[-1]["data/return"] == before
 
 
+def test_a_resumed_run_takes_its_data_as_they_are(tmp_path):
+    """What scripted players have made may be longer, and of another form, than a file may be."""
+    run, _ = go(tmp_path, iterations=0)
+    data = lines_of(run, "dataset.jsonl")
+    data[0]["observations"][0] = "x" * 7000
+    data[1]["answer"] = ""
+    (run / "dataset.jsonl").write_text("".join(json.dumps(record) + "\n" for record in data))
+    world = envs.make("twenty-questions-subset")
+    seen = []
+
+    def layout(dialogues, tokenizer):
+        seen.extend(dialogues)
+        return [[0]], [], []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "lay_out", layout)
+        model = SimpleNamespace(context=10**6, tokenizer=None)
+        offline.recorded_dialogues(world, model, model, small(resume=run, dataset="gone.jsonl"))
+    assert seen[::2] == data, "read as they were written, for the actor and for the critic"
+
+
 def test_actions_that_the_actor_cannot_finish_are_counted(tmp_path, finished, capfd):
     """Of the data, whose actions here have a token or more, and an end."""
     go(tmp_path, iterations=0, dataset=finished[0] / "dataset.jsonl", max_action_tokens=1)

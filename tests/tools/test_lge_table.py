@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,28 @@ def test_bad_options_are_one_line(options, said, tmp_path, capfd):
     assert caught.value.code == 2 and said in line and not (tmp_path / "runs").exists()
 
 
+def test_the_school_has_tasks_of_its_own_and_cloning_needs_no_guide(tmp_path, monkeypatch, capfd):
+    """A figure that a row does not have is "-" in the table."""
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def outcome_of(args, guide, task, row, seed):
+        made.append((guide, task, row))
+        return tmp_path
+
+    monkeypatch.setattr(lge, "run_cell", outcome_of)
+    curves = {f"curve {name}": [] for name in ("dev", "test", "training", "q")}
+    monkeypatch.setattr(lge, "outcome", lambda run: {"eval_test_score": 50.0, **curves})
+    table = lge.main(lge.Args(env="school", methods=("BC",), seeds=1, split="area", runs=tmp_path))
+    assert [task for _, task, _ in made] == list(lge.SCHOOL) and "| find-plant | - |" in table
+    made.clear()
+    lge.main(lge.Args(methods=("BC", "DRRN"), seeds=1, runs=tmp_path))
+    assert list(dict.fromkeys(task for _, task, _ in made)) == list(lge.TASKS) and made[0][0] == "none"
+    with pytest.raises(SystemExit):
+        lge.main(lge.Args(methods=("BC", "LGE fixed"), seeds=1, runs=tmp_path))
+    assert "--guide auto: no guide in runs/" in capfd.readouterr().err
+
+
 def test_a_run_that_fails_is_one_line(tmp_path, capfd):
     with pytest.raises(SystemExit):
         lge.main(lge.Args(tasks=("cook",), guide="none", runs=tmp_path))
@@ -232,6 +255,22 @@ def test_gold_paths_are_cloned(tmp_path, monkeypatch):
         all(action.startswith(rooms[text.split()[-1].strip(".")]) for text, action in said) and len(said) > 3
     )
     assert all(gold not in others for *_, steps, _, _ in learned for _, gold, others in steps)
+
+
+def test_cloning_that_is_stopped_ends_at_once_and_cannot_go_on(tmp_path, monkeypatch):
+    made, learn = [], lge_bc.learn
+
+    def stopped(*given):
+        made.append(given)
+        signal.raise_signal(signal.SIGTERM)
+        return learn(*given)
+
+    monkeypatch.setattr(lge_bc, "learn", stopped)
+    sizes = {"eval_episodes": 2, "dev_episodes": 2, "batch": 4, "steps": 9, "paths": 2, "runs": str(tmp_path)}
+    lge_bc.main(lge_bc.Args(env="school", task="find-plant", **sizes))
+    assert len(made) == 1 and lge.finished(tmp_path) is None
+    with pytest.raises(ValueError, match="cannot be resumed"):
+        lge_bc.main(lge_bc.Args(resume=str(tmp_path)))
 
 
 def test_gold_paths_of_the_school_are_cloned(tmp_path):

@@ -23,6 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import make_checkpoint
 from torch import nn
 
+import archer_offline_iql
+import sft
 from envs import models, runs
 
 ROOT = Path(__file__).parents[2]
@@ -204,8 +206,8 @@ def test_what_is_nobodys_mistake_is_seen_in_full(monkeypatch):
 
 
 def test_a_run_that_goes_on_keeps_its_arguments(monkeypatch, folder):
-    (args,) = call(monkeypatch, "--resume", folder, "--seed", "2")
-    assert args == Toy(seed=2, rate=0.25, resume=str(folder), runs=str(folder.parent))
+    (args,) = call(monkeypatch, "--resume", folder, "--threads", "2")
+    assert args == Toy(threads=2, rate=0.25, resume=str(folder), runs=str(folder.parent))
 
 
 def test_a_run_that_goes_on_stays_in_its_world(monkeypatch, capsys, folder):
@@ -218,6 +220,38 @@ def test_a_run_that_goes_on_keeps_its_initial_actor(monkeypatch, capsys, folder)
     """From which ArCHer measures its KL, and on which adapters were trained."""
     said = one_line(monkeypatch, capsys, "--resume", folder, "--actor", "other")
     assert said == f"--actor other: {folder} is a run of the default; start a new one"
+
+
+def test_a_run_that_goes_on_keeps_its_seed(monkeypatch, capsys, folder):
+    """sft.py makes data and vocabulary from it once more."""
+    said = one_line(monkeypatch, capsys, "--resume", folder, "--seed", "2")
+    assert said == f"--seed 2: {folder} is a run of 1; start a new one"
+    assert call(monkeypatch, "--resume", folder, "--seed", "1")[0].seed == 1, "what it has may be said again"
+
+
+@pytest.mark.parametrize("script", [sft, archer_offline_iql])
+def test_a_run_that_goes_on_keeps_its_data(script, monkeypatch, capsys, tmp_path):
+    """Every argument that says which data, or in which batches."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    runs.write_json(folder / "args.json", asdict(script.Args(runs=str(tmp_path))))
+    of_data = {
+        "dataset": "other.jsonl",
+        "demonstrations": "7",
+        "keep": "0.5",
+        "batch": "3",
+        "vocabulary": "9",
+    }
+    of_data |= {"dataset-size": "7", "dataset-seed": "7", "mix": "random=1"}
+    refused = []
+    for flag, value in of_data.items():
+        if hasattr(script.Args, flag.replace("-", "_")):
+            monkeypatch.setattr("sys.argv", ["script", "--resume", str(folder), f"--{flag}", value])
+            with pytest.raises(SystemExit):
+                runs.cli(script.Args, pytest.fail)
+            assert f"--{flag} {value}: {folder} is a run of " in capsys.readouterr().err
+            refused.append(flag)
+    assert len(refused) == (5 if script is sft else 6)
 
 
 def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, folder, tmp_path):
