@@ -5,13 +5,15 @@
     python benchmarks/plot.py runs/* --metric rollout/return actor/kl actor/entropy --out health.svg
     python benchmarks/plot.py compare_WORLD.csv --out compare.svg --methods PPO ArCHer --smooth 192
     python benchmarks/plot.py runs/* --smooth 3 --reach -14 -13
+    python benchmarks/plot.py runs/* --metric rollout/return actor/kl --csv curves.csv
 
 Runs that differ in nothing but their seed make one line: the mean over the seeds and its 95 % interval, up to
 where the shortest of them has come. A line is named by its script, if there are several, and by the arguments
 in which runs of one script differ.
 The third draws a panel for each metric. The fourth draws what benchmarks/compare.py has written: return by
-dialogues and, beside it, by CPU-seconds; a method has one colour in all such pictures. The last prints, for
-each run, dialogues / CPU-seconds until the metric first reached each level.
+dialogues and, beside it, by CPU-seconds; a method has one colour in all such pictures. The fifth prints, for
+each run, dialogues / CPU-seconds until the metric first reached each level. The last writes a line for each
+iteration of each run.
 """
 
 import json
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from tables import COLOURS, draw, half_width, interval, read_lines, read_results, stop
+from tables import COLOURS, draw, half_width, interval, read_lines, read_results, stop, write_results
 
 METHODS = ("ArCHer", "PPO", "LOOP", "Filtered BC", "ArCHer, played", "CHAI")  # of a CSV: their colours
 APART = {"seed", "runs", "resume", "name", "threads"}  # arguments by which runs are not told apart
@@ -38,6 +40,7 @@ class Args:
     out: Path | None = None  # the picture, an SVG
     methods: tuple[str, ...] = ()  # of a CSV: those that are drawn, in this order; none: all
     axes: tuple[Literal["dialogues", "cpu_seconds"], ...] = ("dialogues", "cpu_seconds")  # of a CSV: panels
+    csv: Path | None = None  # file that gets the metrics, not averaged, a line for each iteration of a run
     table: bool = False  # print each line's first and last value
     reach: tuple[float, ...] = ()  # levels: print when the mean of --smooth iterations reaches each
 
@@ -55,6 +58,14 @@ def read(run: Path, metric: str) -> tuple[dict, dict[int, float]]:
         print(f"{run}: no {metric!r} in its metrics; there are {', '.join(tags)}", file=sys.stderr)
     script = run.name.split("__")[1] if "__" in run.name else ""
     return {"script": script} | arguments, points
+
+
+def lines_of(run: Path, metrics: tuple[str, ...]) -> list[dict]:
+    """Of each iteration of a run its seed, its number and those of the metrics that it has."""
+    arguments, _ = read(run, metrics[0])
+    about = {"script": arguments["script"], "env": arguments.get("env", ""), "seed": arguments["seed"]}
+    rows = read_lines(run / "metrics.jsonl")
+    return [about | {name: row[name] for name in ("iteration", *metrics) if name in row} for row in rows]
 
 
 def average(points: dict[int, float], over: int) -> dict[int, float]:
@@ -178,6 +189,9 @@ def main(args: Args) -> str:
     if args.smooth < 1:
         stop(f"--smooth {args.smooth}: at least 1")
     marks = marks_of(args)
+    if args.csv:
+        write_results(args.csv, [line for run in args.runs for line in lines_of(run, args.metric)])
+        return ""
     if args.runs[0].suffix == ".csv":
         draw_csv(args)
         return ""

@@ -171,7 +171,7 @@ def appends(make):
 
 
 def keeps_tasks(make):
-    """A task is the same whatever the seed: `info["answer"]` says so."""
+    """A task is fixed by its index, not by the seed; `info["answer"]` shows it."""
     world = make()
     if world.reset(seed=0)[1]["answer"] == "unknown":
         return 'no info["answer"]'
@@ -204,7 +204,7 @@ def has_players(make):
 
 
 def demonstrates(make):
-    """`demonstrations(n, seed)` are what the world says to their actions, and the same for the same seed."""
+    """In `demonstrations(n, seed)` each reply is what the world answers; a seed makes the same dialogues."""
     world = make()
     if not world.players and not world.own("demonstrations"):
         return "no demonstrations, and no players"

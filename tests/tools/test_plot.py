@@ -66,6 +66,18 @@ def test_each_metric_has_a_picture_and_a_table_of_its_own(tmp_path):
     assert text.count("rollout/return") == 1 and text.count("actor/kl") == 1 and text.count("iterations") == 2
 
 
+def test_the_metrics_of_runs_in_a_file(tmp_path):
+    runs = [a_run(tmp_path, str(seed), [-3.0, -2.0 * seed], seed=seed) for seed in (1, 2)]
+    with open(runs[1] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"iteration": 3, "actor/kl": 0.5, "other": 1.0}) + "\n")
+    args = plot.Args(runs=runs, metric=("rollout/return", "actor/kl"), csv=tmp_path / "a.csv")
+    assert plot.main(args) == ""
+    lines = plot.read_results(tmp_path / "a.csv")
+    assert lines[1] == {"script": "archer", "env": "world", "seed": 1, "iteration": 2, "rollout/return": -2.0}
+    assert lines[4] == {"script": "archer", "env": "world", "seed": 2, "iteration": 3, "actor/kl": 0.5}
+    assert len(lines) == 5
+
+
 def test_a_run_without_the_metric_is_left_out(tmp_path, capsys):
     """Of another script, for instance; the others are drawn."""
     first, second = (a_run(tmp_path, name, [1.0, 2.0]) for name in "12")

@@ -239,7 +239,7 @@ def test_gymnasiums_wrappers_fit(world):
 
 
 def test_success_is_what_the_world_says(world):
-    """What is counted as a success is what the world says.
+    """`success` agrees with the world's own text.
 
     In a dialogue of the lockstep, in one of a scripted player, and in the figures of both.
     """
