@@ -6,17 +6,17 @@ Each process plays some dialogues and passes some through its models; all add up
 the steps that archer.py takes. docs/multigpu.md shows what differs from it, and why.
 
 The critic works on utterances and learns off-policy: from a replay buffer it learns Q(s, a), the value of
-utterance a in dialogue s. The actor works on tokens and learns on-policy: it samples new utterances in the
-states of replayed dialogues. The critic's advantage of an utterance is the reward at its last token, and so
-the return of every token in it. Both start from a checkpoint, by default a tiny one.
+utterance a in dialogue s. The actor works on tokens and learns on-policy, from the utterances that it has
+just played. The critic's advantage of an utterance is the reward at its last token, and so the return of
+every token in it. Both start from a checkpoint, by default a tiny one.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
   E2  V(s)   <- E_{a~pi} Qbar(s,a)                         Eq. 2      value_loss
-  E3  grad log pi(a|s) * A                                 Eq. 3      reinforce_loss
+  E3  grad log pi(a|s) * A                                 Eq. 3      policy_loss
       with A = min Q(s,a) - min V(s) over the twins        sec. 3.6   advantages
   E4  Vtok(s,a_<i) <- A(s,a): a baseline for each token    Eq. 4      baseline_loss
-  E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      reinforce_loss
+  E5  E3 with A(s,a) - Vtok(s,a_<i)                        Eq. 5      policy_loss
 Differs from the paper (docs/archer.md gives the reasons at length); an option in brackets undoes it,
 benchmarks/variants.py the others:
   D1  A KL penalty towards the initial actor (--kl 0): without it the actor drifts into gibberish.
@@ -32,6 +32,8 @@ benchmarks/variants.py the others:
       it is a separate network with 60 updates per iteration.
   D9  Q is V plus a learned advantage, so that the value of a state is learned once, not twice, by E1 and E2.
       It is a linear function of the utterance's hidden state and starts at zero; for an encoder it is an MLP.
+  D10 The actor learns from what was said in the newest dialogues, in several steps with PPO's clip, and not
+      from new utterances in replayed states (--fresh): Q knows best what has been played.
 """
 
 import copy
@@ -56,7 +58,7 @@ class Args:
     env: str = "twenty-questions"  # the world: an id from `python -m envs` or your own (docs/your_world.md)
     world: str = ""  # options of the world: NAME=VALUE, separated by commas (docs/worlds/)
     seed: int = 1  # seed of all random numbers in the run; 0 or more
-    iterations: int = 14  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
+    iterations: int = 16  # rounds of rollouts, critic updates and actor updates; 0: only evaluate
     runs: str = "runs"  # folder in which the run's own folder is created
     name: str = ""  # label of the run, a part of its folder's name
     resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
@@ -72,7 +74,7 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
 
     # --- data
-    rollouts: int = 64  # dialogues played per iteration (paper: 128; WebShop 512; D5)
+    rollouts: int = 32  # dialogues played per iteration (paper: 128; WebShop 512; D5)
     buffer_size: int = 128  # dialogues that the replay buffer holds (Table 3: 10,000; D5)
     temperature: float = 1.0  # of sampling, and of scored log-probs
     max_action_tokens: int = 16  # tokens after which an utterance is cut off
@@ -80,24 +82,26 @@ class Args:
     # --- algorithm
     micro_batch: int = 16  # dialogues of an update that are in memory at a time; the same but for rounding
     critic_lr: float = 3e-4  # Adam's learning rate (authors: 2e-5 for RoBERTa; Table 3 has it times 32; D5)
-    critic_updates: int = 60  # per iteration, each followed by a Polyak step of the target (paper: 50)
+    critic_updates: int = 40  # per iteration, each followed by a Polyak step of the target (paper: 50)
     critic_batch: int = 16  # dialogues per update of the critic (paper: 256; authors: utterances)
     critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates
     warmup: int = 2  # iterations before the actor's first update (paper: 20 or 10); 0: none
     gamma: float = 0.95  # discount per utterance (paper: 0.95; Detective 0.98, WebShop 0.9)
     polyak: float = 0.1  # target += polyak * (critic - target), after every update (paper: 1 - 0.9)
 
-    actor_lr: float = 4e-4  # Adam's (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
+    actor_lr: float = 3e-4  # Adam's (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D5)
     anneal_lr: bool = True  # the actor's learning rate decays towards zero from its first update on (D6)
-    actor_updates: int = 4  # per iteration, each on freshly sampled utterances (paper: 3); 0: none
+    actor_updates: int = 8  # per iteration (paper: 3); 0: none
     actor_batch: int = 16  # dialogues per update of the actor (paper: 256; authors: utterances)
+    fresh: bool = False  # each actor update samples new utterances in replayed states, as in the paper (D10)
+    clip: float = 0.2  # a token whose probability has changed by this share is moved no further (D10)
     kl: float = 0.1  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # subtract the batch mean from the advantages (D3)
     baseline: bool = False  # subtract a learned baseline at every token (E4, E5)
     max_grad_norm: float = 1.0  # gradients of actor and critic are each clipped to this norm
 
     # --- evaluation
-    eval_every: int = 7  # iterations between evaluations, each with a checkpoint; 0: only the last
+    eval_every: int = 8  # iterations between evaluations, each with a checkpoint; 0: only the last
     eval_episodes: int = 314  # sampled dialogues per evaluation, rounded to whole passes over the tasks
 
 
@@ -105,8 +109,9 @@ class Args:
 # A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one comes after the end. The N actions of a
 # batch of dialogues are numbered consecutively, and so are the N states in which they were taken.
-# `with_fresh` adds an utterance that the present actor writes in each of a dialogue's n states: "fresh_ids",
-# its token ids [n][...], and "fresh", its text [n]. The actor learns on the ids; the critic judges the text.
+# `rollout` adds what the actor learns on: the actions' token ids as sampled, "ids" [n][...], and their
+# log-probs, "logps" [n][...]. `with_fresh` replaces both by those of an utterance that the present actor
+# writes in each of the n states, and adds its text, "fresh" [n], which the critic judges.
 class Span(NamedTuple):
     """Where an action is: columns start to stop - 1 of a row, including its end token."""
 
@@ -199,13 +204,17 @@ def advantages(q_N2, v_N2):
     return q_N2.min(-1).values - v_N2.min(-1).values  # E3
 
 
-def reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M=0.0):
-    """E3, E5: -mean over utterances of sum_i log pi(a_i|s,a_<i) (A - subtracted_i).
+def policy_loss(logp_M, old_logp_M, advantage_N, owner_M, subtracted_M, clip):
+    """E3, E5: -mean over utterances of sum_i min(r_i A_i, clip(r_i) A_i), with A_i = A - subtracted_i.
 
-    Token m is in utterance owner_M[m].
+    r_i is pi(a_i|s,a_<i) divided by what it was when a_i was sampled (D10). While it is 1, the gradient is
+    that of E3, -sum_i A_i grad log pi(a_i|s,a_<i). Token m is in utterance owner_M[m].
     """
     weight_M = (advantage_N[owner_M] - subtracted_M).detach()
-    return -(logp_M * weight_M).sum() / len(advantage_N)  # E3
+    ratio_M = (logp_M - old_logp_M).exp()
+    bounded_M = ratio_M.clamp(1 - clip, 1 + clip)
+    gain_M = torch.minimum(ratio_M * weight_M, bounded_M * weight_M)  # E3
+    return -gain_M.sum() / len(advantage_N)
 
 
 def baseline_loss(baseline_M, advantage_N, owner_M):
@@ -419,20 +428,6 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, u_N, greedy):
-    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
-    logp_NV = logits_NV.log_softmax(-1)
-    if greedy:
-        token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds u
-        total_NV = logp_NV.exp().cumsum(-1)
-        mark_N1 = u_N[:, None] * total_NV[:, -1:]
-        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
-    logp_N1 = logp_NV.gather(-1, token_N1)
-    return token_N1[:, 0], logp_N1[:, 0]
-
-
 class Memory:
     """A decoder's key-value cache for some named rows, kept while the rows grow."""
 
@@ -481,7 +476,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
     Each row is read once for all its states. A start lies behind what `memory` has already read of the row.
-    Returns ids [N][...], with the end token unless cut before it, and log-probs [N].
+    Returns ids [N][...], with the end token unless cut before it, and the log-prob of each token [N][...].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
@@ -495,7 +490,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     for b, row_starts in enumerate(starts):
         places += range(b * S, b * S + len(row_starts))
     utterances = {place: [] for place in places}
-    total_logps = dict.fromkeys(places, 0.0)
+    logps = {place: [] for place in places}
     end = actor.tokenizer.eos_token_id
     L = args.max_action_tokens
     u_PL = torch.zeros(B * S, L)  # uniform random numbers
@@ -503,12 +498,12 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     u_PL = u_PL.to(actor.device)
     for step in range(L):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
+        token_P, logp_P = models.sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
-        logps = logp_P.tolist()
+        own_logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
-            total_logps[place] += logps[place]
+            logps[place].append(own_logps[place])
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
@@ -519,7 +514,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         hidden_BSH = models.masked_states(
             actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
         )
-    return list(utterances.values()), list(total_logps.values())
+    return list(utterances.values()), list(logps.values())
 
 
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
@@ -537,6 +532,8 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     # lay_out tokenises the action's text anew, which may take more tokens: a sampled byte that is no UTF-8
     # becomes U+FFFD, which is three bytes; and an end token comes on top.
     room = 4 * args.max_action_tokens
+    for dialogue in worlds.dialogues:
+        dialogue |= {"ids": [], "logps": []}
     nll = []
     memory = Memory(actor, range(len(worlds)))
     while alive := worlds.alive():
@@ -551,10 +548,13 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
             break
         starts = [[len(row)] for row in rows.values()]
         streams_of_rows = [streams[i] for i in rows]
-        utterances, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
-        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
+        ids, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
+        texts = [spoken(actor.tokenizer, row) for row in ids]
         worlds.step(dict(zip(rows, texts, strict=True)))
-        nll += [-logp for logp in logps]
+        for i, ids_of_i, logps_of_i in zip(rows, ids, logps, strict=True):
+            worlds.dialogues[i]["ids"].append(ids_of_i)
+            worlds.dialogues[i]["logps"].append(logps_of_i)
+            nll.append(-sum(logps_of_i))
     played = [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
     return gathered(played), gathered(nll)
 
@@ -572,12 +572,14 @@ def with_fresh(dialogues, actor, args, rng):
         rows = dict(enumerate(rows))
         streams = models.streams(seeds[: len(spans)])
         del seeds[: len(spans)]
-        ids, _ = generate(Memory(actor, rows), rows, starts, args, streams)
+        ids, logps = generate(Memory(actor, rows), rows, starts, args, streams)
         for dialogue in part:
             n = len(dialogue["actions"])
             texts = [spoken(actor.tokenizer, row) for row in ids[:n]]
-            result.append(dialogue | {"fresh_ids": ids[:n], "fresh": texts})
+            own = {"ids": ids[:n], "logps": logps[:n], "fresh": texts}
+            result.append(dialogue | own)
             ids = ids[n:]
+            logps = logps[n:]
     return gathered(result)
 
 
@@ -640,25 +642,27 @@ def critic_update(critic, target_critic, optimizer, dialogues, args):
 
 
 def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
-    """Of fresh utterances: policy loss (E3 or E5), baseline loss (E4), KL (D1), entropy."""
-    fresh = flat(dialogues, "fresh_ids")
+    """Of utterances: policy loss (E3 or E5), baseline loss (E4), KL (D1), entropy."""
+    ids = flat(dialogues, "ids")
+    old_logps = [logp for logps in flat(dialogues, "logps") for logp in logps]
     with torch.no_grad(), models.without_adapters(ref_model):
-        ref_logits_MV, *_ = score(ref_model, dialogues, fresh, args.temperature, args.dtype)
+        ref_logits_MV, *_ = score(ref_model, dialogues, ids, args.temperature, args.dtype)
         ref_logp_MV = ref_logits_MV.log_softmax(-1)
-    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, fresh, args.temperature, args.dtype)
+    logits_MV, token_M, hidden_MH, owner_M = score(actor, dialogues, ids, args.temperature, args.dtype)
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     p_MV = logp_MV.exp()
     kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact, given a_<i
-    kl = kl_M.sum() / len(fresh)
+    kl = kl_M.sum() / len(ids)
     subtracted_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the actor also decides which a_<i come up
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
     if args.baseline:
         subtracted_M = subtracted_M + baseline_M  # E5
-    policy_loss = reinforce_loss(logp_M, advantage_N, owner_M, subtracted_M)  # E3, E5
-    entropy = -(p_MV * logp_MV).sum() / len(fresh)
-    return policy_loss, vtok_loss, kl, entropy
+    old_logp_M = logp_M.new_tensor(old_logps)
+    loss = policy_loss(logp_M, old_logp_M, advantage_N, owner_M, subtracted_M, args.clip)  # E3, E5
+    entropy = -(p_MV * logp_MV).sum() / len(ids)
+    return loss, vtok_loss, kl, entropy
 
 
 def actor_update(
@@ -671,11 +675,14 @@ def actor_update(
     args,
     rng,
 ):
-    """One step on E3, with freshly sampled utterances in the states of replayed dialogues."""
-    dialogues = with_fresh(dialogues, actor, args, rng)
+    """One step on E3, with what was said in the dialogues or with fresh utterances in their states (D10)."""
+    judged = "actions"
+    if args.fresh:
+        dialogues = with_fresh(dialogues, actor, args, rng)
+        judged = "fresh"
     parts = models.micro_batches(own_part(dialogues), args.micro_batch)
     with torch.no_grad():
-        pairs = [critic(part, flat(part, "fresh")) for part in parts]
+        pairs = [critic(part, flat(part, judged)) for part in parts]
     raw = [advantages(q_N2, v_N2) for v_N2, q_N2 in pairs]
     raw_N = torch.cat(gathered(raw))
 
@@ -685,17 +692,17 @@ def actor_update(
         if args.center:
             advantage_N = advantage_N - raw_N.mean()  # D3
         losses_of_part = actor_losses(actor, ref_model, baseline, part, advantage_N, args)
-        policy_loss, vtok_loss, kl, _ = losses_of_part
+        actor_loss, vtok_loss, kl, _ = losses_of_part
         share = len(advantage_N) / len(raw_N)
-        loss = share * (policy_loss + args.kl * kl + vtok_loss)
+        loss = share * (actor_loss + args.kl * kl + vtok_loss)
         loss.backward()
         losses.append(share * torch.stack(losses_of_part).detach())
     sum_gradients(optimizer)
     # Only the actor is clipped: a large gradient of the baseline must not shrink the actor's step.
     norm = models.clipped_step(optimizer, actor, args.max_grad_norm, "actor")
-    policy_loss, vtok_loss, kl, entropy = sum(gathered(losses)).tolist()
+    actor_loss, vtok_loss, kl, entropy = sum(gathered(losses)).tolist()
     return {
-        "actor/loss": policy_loss,
+        "actor/loss": actor_loss,
         "actor/baseline_loss": vtok_loss,
         "actor/kl": kl,
         "actor/entropy": entropy,
@@ -784,14 +791,16 @@ def main(args: Args) -> dict[str, float]:
             batch = rng.choice(pool, args.critic_batch)
             logs.append(critic_update(critic, target_critic, critic_optimizer, batch, args))
 
-        # 3. the actor, on utterances that it samples now
+        # 3. the actor, on what it has just played, or on what it would say now in older states (D10)
         if iteration > args.warmup:
             lr = args.actor_lr
             if args.anneal_lr:
                 lr *= (args.iterations - iteration + 1) / (args.iterations - args.warmup)  # D6
             actor_optimizer.param_groups[0]["lr"] = lr
+            source = replay_buffer if args.fresh else played
+            size = min(args.actor_batch, len(source))
             for _ in range(args.actor_updates):
-                batch = rng.choice(replay_buffer, args.actor_batch)
+                batch = rng.choice(source, size, replace=False)
                 log = actor_update(actor, ref_model, critic, baseline, actor_optimizer, batch, args, rng)
                 logs.append(log)
 

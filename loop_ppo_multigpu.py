@@ -151,7 +151,7 @@ def padded(rows: list[list[int]]) -> torch.Tensor:
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: B rows of a batch, R of them that a forward pass reads, T tokens of a row, Q of them
-# that a pass reads; sampled tokens: M of a rollout, N of a batch (one a row in sample_tokens), C of a chunk;
+# that a pass reads; sampled tokens: M of a rollout, N of a batch, C of a chunk;
 # K rollouts of a task, P tasks, V vocabulary, H hidden size, D size of an attention head.
 def leave_one_out(return_K) -> torch.Tensor:
     """E1: each return minus the mean of the others [K]; sums to zero."""
@@ -453,20 +453,6 @@ def write(t: Trajectory, token, logp, tokenizer, max_tokens: int) -> str | None:
     return tokenizer.decode(turn, skip_special_tokens=True)
 
 
-def sample_tokens(logits_NV, u_N, greedy):
-    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
-    logp_NV = logits_NV.log_softmax(-1)
-    if greedy:
-        token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds u
-        total_NV = logp_NV.exp().cumsum(-1)
-        mark_N1 = u_N[:, None] * total_NV[:, -1:]
-        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
-    logp_N1 = logp_NV.gather(-1, token_N1)
-    return token_N1[:, 0], logp_N1[:, 0]
-
-
 def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, may_drop=False):
     """Plays tasks to their end, as many at a time as there are worlds; returns a Trajectory for each.
 
@@ -518,7 +504,7 @@ def play_together(model, played, args, greedy, may_drop) -> None:
             # 1. one token for each row that is writing
             logits_BV = models.logits_of(model, memory.hidden_BH).float() / args.temperature
             u_B = torch.tensor([t.u_T[len(t.logps)] for t in batch])
-            token_B, logp_B = sample_tokens(logits_BV, u_B, greedy)
+            token_B, logp_B = models.sample_tokens(logits_BV, u_B, greedy)
             sampled = zip(batch, token_B.tolist(), logp_B.tolist(), strict=True)
             for t, token, logp in sampled:
                 if t.pending:

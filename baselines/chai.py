@@ -265,20 +265,6 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, u_N, greedy):
-    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
-    logp_NV = logits_NV.log_softmax(-1)
-    if greedy:
-        token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds u
-        total_NV = logp_NV.exp().cumsum(-1)
-        mark_N1 = u_N[:, None] * total_NV[:, -1:]
-        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
-    logp_N1 = logp_NV.gather(-1, token_N1)
-    return token_N1[:, 0], logp_N1[:, 0]
-
-
 @torch.no_grad()
 def write_utterances(actor, rows, starts, args, streams, greedy=False):
     """Samples N utterances, row by row: one after rows[b][:start] for each start in starts[b].
@@ -310,7 +296,7 @@ def write_utterances(actor, rows, starts, args, streams, greedy=False):
     u_PL = u_PL.to(actor.device)
     for step in range(L):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
+        token_P, logp_P = models.sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
         logps = logp_P.tolist()
         for place in places:

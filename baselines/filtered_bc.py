@@ -182,20 +182,6 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, u_N, greedy):
-    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
-    logp_NV = logits_NV.log_softmax(-1)
-    if greedy:
-        token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds u
-        total_NV = logp_NV.exp().cumsum(-1)
-        mark_N1 = u_N[:, None] * total_NV[:, -1:]
-        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
-    logp_N1 = logp_NV.gather(-1, token_N1)
-    return token_N1[:, 0], logp_N1[:, 0]
-
-
 class Memory:
     """A decoder's key-value cache for some named rows, kept while the rows grow."""
 
@@ -244,7 +230,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
 
     Each row is read once for all its states. A start lies behind what `memory` has already read of the row.
-    Returns ids [N][...], with the end token unless cut before it, and log-probs [N].
+    Returns ids [N][...], with the end token unless cut before it, and the log-prob of each token [N][...].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
@@ -258,7 +244,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     for b, row_starts in enumerate(starts):
         places += range(b * S, b * S + len(row_starts))
     utterances = {place: [] for place in places}
-    total_logps = dict.fromkeys(places, 0.0)
+    logps = {place: [] for place in places}
     end = actor.tokenizer.eos_token_id
     L = args.max_action_tokens
     u_PL = torch.zeros(B * S, L)  # uniform random numbers
@@ -266,12 +252,12 @@ def generate(memory, rows, starts, args, streams, greedy=False):
     u_PL = u_PL.to(actor.device)
     for step in range(L):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
+        token_P, logp_P = models.sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
-        logps = logp_P.tolist()
+        own_logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
-            total_logps[place] += logps[place]
+            logps[place].append(own_logps[place])
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
@@ -282,7 +268,7 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         hidden_BSH = models.masked_states(
             actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
         )
-    return list(utterances.values()), list(total_logps.values())
+    return list(utterances.values()), list(logps.values())
 
 
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
@@ -316,7 +302,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         utterances, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
-        nll += [-logp for logp in logps]
+        nll += [-sum(row) for row in logps]
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 

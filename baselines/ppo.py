@@ -234,20 +234,6 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
-def sample_tokens(logits_NV, u_N, greedy):
-    """Tokens drawn from the softmax of each row by uniform numbers, or the likeliest; their log-probs [N]."""
-    logp_NV = logits_NV.log_softmax(-1)
-    if greedy:
-        token_N1 = logp_NV.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds u
-        total_NV = logp_NV.exp().cumsum(-1)
-        mark_N1 = u_N[:, None] * total_NV[:, -1:]
-        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
-        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
-    logp_N1 = logp_NV.gather(-1, token_N1)
-    return token_N1[:, 0], logp_N1[:, 0]
-
-
 UNSEEN = 2**30  # position of a cached token that is hidden from all others
 
 
@@ -315,7 +301,7 @@ def generate(memory, rows, args, streams, greedy=False):
     u_BL = models.uniform(streams, L).to(actor.device)
     for step in range(L):
         logits_BV = models.logits_of(actor, hidden_BH) / args.temperature
-        token_B, logp_B = sample_tokens(logits_BV, u_BL[:, step], greedy)
+        token_B, logp_B = models.sample_tokens(logits_BV, u_BL[:, step], greedy)
         tokens = token_B.tolist()
         logps = logp_B.tolist()
         for b in writing:

@@ -38,6 +38,7 @@ class Args(ours.Args):
     authors: str = ""  # folder of their repository
     repeats: int = 3  # how often each part is timed, after once without
     threads: int = 1
+    fresh: bool = True  # as theirs
 
 
 # ---------------------------------------------------------- 1. their code

@@ -41,7 +41,7 @@ from tables import half_width, interval, read_lines, read_results, stop, write_r
 FULL, SUBSET, CITY = "twenty-questions", "twenty-questions-subset", "guess-my-city"
 WORLDS = (FULL, SUBSET, CITY)
 SEEDS = {FULL: 3, SUBSET: 5, CITY: 3}  # 1 to this are reported
-DIALOGUES = {FULL: 896, SUBSET: 1792, CITY: 896}  # played to learn, in every row; archer.py's default has 896
+DIALOGUES = {FULL: 896, SUBSET: 1792, CITY: 896}  # played to learn, in every row
 LEVELS = {FULL: (-14, -12, -10), SUBSET: (-8, -6, -4), CITY: (-12, -10, -8)}  # returns; when reached?
 PLAIN = "PPO"  # with which all others are paired
 TUNING_SEED = 101
@@ -59,24 +59,28 @@ class Row:
     worlds: tuple[str, ...] = WORLDS
 
 
-SMALLER = "--rollouts 32 --critic-updates 40 --warmup 4 --kl 0.05"  # twice the updates of the actor
-ARCHER = ("", "--actor-lr 6e-4", "--kl 0.02", SMALLER)
-PLAYED = (  # four passes over what was played
-    "--rollouts 32 --critic-updates 40 --warmup 2 --actor-updates 8 --actor-lr 3e-4 --kl 0.02",
-    "--rollouts 32 --critic-updates 40 --warmup 2 --actor-updates 8 --actor-lr 3e-4 --kl 0.1",
-    "--rollouts 16 --critic-updates 20 --critic-pool 64 --warmup 4 --actor-lr 3e-4 --kl 0.1",
-    "--rollouts 64 --actor-updates 16 --actor-lr 3e-4 --kl 0.1",
+ARCHER = (  # about as many looks at each dialogue
+    "",
+    "--kl 0.02",
+    "--rollouts 16 --critic-updates 20 --critic-pool 64 --warmup 4 --actor-updates 4",
+    "--rollouts 64 --critic-updates 60 --actor-updates 16",
+)
+FRESH = (
+    "--rollouts 64 --critic-updates 60 --actor-updates 4 --actor-lr 4e-4",
+    "--rollouts 64 --critic-updates 60 --actor-updates 4 --actor-lr 6e-4",
+    "--rollouts 64 --critic-updates 60 --actor-updates 4 --actor-lr 4e-4 --kl 0.02",
+    "--warmup 4 --actor-updates 4 --actor-lr 4e-4 --kl 0.05",  # twice the updates of the actor
 )
 PPO = ("--rollouts 8 --minibatch 8", "--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
 LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
-AS_ARCHER = "--rollouts 64 --critic-updates 60 --critic-batch 16"  # its defaults
+AS_FRESH = "--rollouts 64 --critic-updates 60 --critic-batch 16"
 METHODS = {
     "CHAI": Row(
         "-m baselines.chai",
         (
-            f"{AS_ARCHER} --buffer-size 128",
-            AS_ARCHER,
-            f"{AS_ARCHER} --critic-lr 1e-3",
+            f"{AS_FRESH} --buffer-size 128",
+            AS_FRESH,
+            f"{AS_FRESH} --critic-lr 1e-3",
             "--rollouts 32 --critic-updates 40 --critic-batch 16",
         ),
     ),
@@ -95,7 +99,7 @@ METHODS = {
         ("--minibatch 24", *(f"--minibatch 24 --lr {rate}" for rate in ("5e-4", "1e-3", "2e-3"))),
     ),
     "ArCHer": Row("archer.py", ARCHER),
-    "ArCHer, played": Row("benchmarks/variants.py played", PLAYED),
+    "ArCHer, fresh": Row("archer.py --fresh", FRESH),  # the paper's way
 }
 TABLE_3 = (
     "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
@@ -107,7 +111,7 @@ ABLATIONS = {
         f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
         for words in PPO + LARGER
     },
-    "ArCHer, td": Row(f"benchmarks/variants.py td {PLAYED[0]}"),
+    "ArCHer, td": Row("benchmarks/variants.py td --kl 0.02"),
     "ArCHer, token baseline": Row("archer.py --baseline", (), "ArCHer"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
@@ -127,7 +131,7 @@ ABLATIONS = {
     "ArCHer from --other": Row("archer.py --actor OTHER", (), "ArCHer", (FULL, SUBSET)),
 }
 ROWS = METHODS | ABLATIONS
-USUAL_ROLLOUTS = {"archer": 64, "variants": 64}  # an iteration's, where it is not 128
+USUAL_ROLLOUTS = {"archer": 32, "variants": 32}  # an iteration's, where it is not 128
 LEARN = "--critic-updates 1 --critic-batch 2 --critic-pool 4"
 ACT = "--actor-updates 1 --actor-batch 2"
 QUICK = {  # by script: what makes a run tiny

@@ -76,7 +76,7 @@ def dialogues() -> list[dict]:
 
 def archer_step(device: str, dtype: str) -> dict:
     """One update of the critic and one of the actor."""
-    args = archer.Args(device=device, dtype=dtype)
+    args = archer.Args(device=device, dtype=dtype, fresh=True)
     actor = load(args)
     body = copy.deepcopy(actor.base_model)
     body.tokenizer = actor.tokenizer
@@ -88,7 +88,7 @@ def archer_step(device: str, dtype: str) -> dict:
     baseline = archer.mlp(width, width, 0.0).to(device)
     batch = dialogues()
     with torch.no_grad():
-        logits_MV, *_ = archer.score(actor, batch, archer.flat(batch, "fresh_ids"), 1.0, dtype)
+        logits_MV, *_ = archer.score(actor, batch, archer.flat(batch, "ids"), 1.0, dtype)
         values = critic(batch)
     archer.critic_update(critic, copy.deepcopy(critic), still(critic), batch, args)
     with mock.patch.object(archer, "with_fresh", lambda dialogues, *_: dialogues):  # the batch has them

@@ -125,7 +125,8 @@ def dialogue_of(tokenizer) -> dict:
     made = envs.make(WORLD).demonstrations(100, 0)
     longest = max(made, key=lambda dialogue: len(dialogue["observations"][-1]))
     ids = [[*models.encode(tokenizer, action), tokenizer.eos_token_id] for action in longest["actions"]]
-    return longest | {"fresh_ids": ids, "fresh": longest["actions"]}
+    logps = [[0.0] * len(own) for own in ids]
+    return longest | {"ids": ids, "logps": logps, "fresh": longest["actions"]}
 
 
 def make_tokenizers() -> tuple:

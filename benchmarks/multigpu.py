@@ -43,6 +43,7 @@ SMALL = {
 CRITIC = str(ROOT / "checkpoints/twenty-questions")
 CASES = {
     ("archer", "td"): {},
+    ("archer", "--fresh"): {"fresh": True},
     ("archer", "--baseline"): {"baseline": True},
     ("archer", "--lora"): {"lora": True, "critic": CRITIC},
     ("loop_ppo", "token"): {},

@@ -4,6 +4,7 @@
 
 Every part gets what a run gives it: dialogues of the checkpoint's actor, in batches of the run's sizes; all
 arguments of archer.py hold. A part's rate is that of the utterances that it plays, samples or learns from.
+With --fresh an actor step samples, too.
 """
 
 import contextlib
@@ -76,9 +77,9 @@ def main(args: Args) -> None:
     actor_step = (actor, ref_model, critic, baseline, actor_optimizer, acted, args, rng)
     parts = {
         "rollout": lambda: count(play()),
-        "sampling for the steps": lambda: count(archer.with_fresh(acted, actor, args, rng)),
+        "sampling in each state": lambda: count(archer.with_fresh(acted, actor, args, rng)),
         "critic step": lambda: archer.critic_update(*critic_step) and count(seen),
-        "actor step, sampling included": lambda: archer.actor_update(*actor_step) and count(acted),
+        "actor step": lambda: archer.actor_update(*actor_step) and count(acted),
     }
     results = {f"{name}, utterances/s": rate(part, args.repeats, args.device) for name, part in parts.items()}
     results["peak memory, MB"] = runs.peak_memory_mb()

@@ -16,12 +16,9 @@ that number. The run's folder does not say so: give it a --name.
   mc      Q and V learn the Monte-Carlo returns (App. D.1).
   iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2). As Q is V plus
           something (D9), the loss of Q still moves V, too.
-  played  The actor learns from the utterances of the dialogues just played, with PPO's clip of 0.2; each of
-          --actor-updates takes the next --actor-batch dialogues, over and over again in new orders. The
-          advantage is E3's.
-  gae     The same, but the advantage is GAE over utterances, with the critic's V and a lambda of 0.95.
+  gae     The advantage is not E3's but GAE over utterances, with the critic's V and a lambda of 0.95.
   td      The same with a lambda of 0: r + gamma V(s') - V(s). V is the mean of the twins, not of their slow
-          copies. In gae and td, actor/advantage_mean and _std are still those of Q - V.
+          copies.
 """
 
 import copy
@@ -45,8 +42,7 @@ from envs import models, runs
 
 BASELINE_UPDATES = 60  # in an iteration (paper, Table 3)
 EXPECTILE = 0.9  # of E6; our copy of App. D.2 has lost the paper's number
-CLIP = 0.2  # of the ratio of probabilities, as in baselines/ppo.py
-LAMBDAS = {"played": None, "gae": 0.95, "td": 0.0}  # of GAE; None: Q - V
+LAMBDAS = {"gae": 0.95, "td": 0.0}  # of GAE
 
 
 # ---------------------------------------------------------- D2, random
@@ -150,16 +146,19 @@ class OwnBaseline:
 
     def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
         """archer.actor_update behind updates of network and head."""
-        sampled = archer.with_fresh(dialogues, actor, args, rng)
-        fresh = archer.flat(sampled, "fresh_ids")
-        texts = archer.flat(sampled, "fresh")
+        learned = dialogues
+        judged = "actions"
+        if args.fresh:
+            learned = archer.with_fresh(dialogues, actor, args, rng)
+            judged = "fresh"
+        ids = archer.flat(learned, "ids")
         with torch.no_grad():
-            v_N2, q_N2 = critic(dialogues, texts)
+            v_N2, q_N2 = critic(dialogues, archer.flat(learned, judged))
         advantage_N = archer.advantages(q_N2, v_N2)
         if args.center:
             advantage_N = advantage_N - advantage_N.mean()
         for _ in range(BASELINE_UPDATES // args.actor_updates - 1):
-            scored = self.score(self.network, dialogues, fresh, args.temperature, args.dtype)
+            scored = self.score(self.network, dialogues, ids, args.temperature, args.dtype)
             _, _, hidden_MH, owner_M = scored
             loss = archer.baseline_loss(baseline(hidden_MH)[:, 0], advantage_N, owner_M)  # E4
             self.optimizer.zero_grad()
@@ -208,75 +207,33 @@ def without_fresh(dialogues, actor, args, rng):
     return [dialogue | {"fresh": dialogue["actions"]} for dialogue in dialogues]
 
 
-# ---------------------------------------------------------- played, gae, td
-class FromPlayed:
-    """The actor's updates take what was said in the newest dialogues; the critic's are archer.py's.
+# ---------------------------------------------------------- gae, td
+class ByGae:
+    """The actor's updates have the advantages of what was played from rewards and V, and not from Q."""
 
-    A dialogue here also has the ids of what was said as "fresh_ids", and of these the log-probs before the
-    first update, "old" [m], and with GAE the "advantage" [n] of its n utterances.
-    """
-
-    def __init__(self, lam: float | None):
+    def __init__(self, lam: float):
         self.lam = lam
-        self.play = archer.rollout
         self.update = archer.actor_update
-        self.losses = archer.actor_losses
-
-    def rollout(self, actor, worlds, args, rng=None, indices=None, greedy=False):
-        """archer.rollout; remembers what is played to learn from."""
-        dialogues, nll = self.play(actor, worlds, args, rng, indices, greedy)
-        if rng is not None:
-            self.newest = dialogues
-            self.queue = None
-        return dialogues, nll
 
     @torch.no_grad()
-    def prepared(self, actor, critic, args):
-        """The newest dialogues with all that the losses need.
-
-        Ids are those of the text and an end, as the critic reads it; baselines/ppo.py keeps what was sampled.
-        """
-        end = [actor.tokenizer.eos_token_id]
-        result = []
-        for dialogue in self.newest:
-            ids = [models.encode(actor.tokenizer, action) + end for action in dialogue["actions"]]
-            logits_MV, token_M, *_ = archer.score(actor, [dialogue], ids, args.temperature, args.dtype)
-            old_M = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0]
-            v_N2, _ = critic([dialogue])
-            values = v_N2.mean(-1).tolist()
-            discounts = [args.gamma] * len(values)  # what comes behind the last one is 0 anyway
-            advantage = ppo.gae(dialogue["rewards"], discounts, values, self.lam or 0.0)
-            own = {"fresh": dialogue["actions"], "fresh_ids": ids, "old": old_M, "advantage": advantage}
-            result.append(dialogue | own)
-        mean = torch.tensor(archer.flat(result, "advantage")).mean()
-        for dialogue in result:
-            dialogue["advantage"] = torch.tensor(dialogue["advantage"]) - args.center * mean  # D3
-        return result
+    def advantages(self, dialogues, critic, gamma):
+        """GAE of all the dialogues' utterances [N]."""
+        v_N2, _ = critic(dialogues)
+        left = v_N2.mean(-1).tolist()
+        found = []
+        for dialogue in dialogues:
+            rewards = dialogue["rewards"]
+            values, left = left[: len(rewards)], left[len(rewards) :]
+            discounts = [gamma] * len(rewards)  # what comes behind the last one is 0 anyway
+            found += ppo.gae(rewards, discounts, values, self.lam)
+        return v_N2.new_tensor(found)
 
     def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
-        """archer.actor_update on the next of the newest dialogues."""
-        if self.queue is None:
-            self.newest = self.prepared(actor, critic, args)
-            self.queue = []
-        while len(self.queue) < args.actor_batch:
-            self.queue += [self.newest[i] for i in rng.permutation(len(self.newest))]
-        batch, self.queue = self.queue[: args.actor_batch], self.queue[args.actor_batch :]
-        with patch.object(archer, "with_fresh", lambda dialogues, *_: dialogues):
-            return self.update(actor, ref_model, critic, baseline, optimizer, batch, args, rng)
-
-    def actor_losses(self, actor, ref_model, baseline, dialogues, advantage_N, args):
-        """archer.actor_losses with the clip, and with GAE instead of the advantages that it is given."""
-        device = advantage_N.device
-        self.old_M = torch.cat([dialogue["old"] for dialogue in dialogues])
-        if self.lam is not None:
-            advantage_N = torch.cat([dialogue["advantage"] for dialogue in dialogues]).to(device)
-        return self.losses(actor, ref_model, baseline, dialogues, advantage_N, args)
-
-    def clipped_loss(self, logp_M, advantage_N, owner_M, baseline_M=0.0):
-        """archer.reinforce_loss for several steps on the same utterances, as baselines/ppo.py has it."""
-        weight_M = (advantage_N[owner_M] - baseline_M).detach()
-        loss, _ = ppo.clipped_loss(logp_M, self.old_M, weight_M, CLIP)
-        return loss * len(logp_M) / len(advantage_N)  # a mean over utterances, not over tokens
+        """archer.actor_update with these advantages, micro-batch by micro-batch."""
+        parts = models.micro_batches(dialogues, args.micro_batch)
+        queue = iter([self.advantages(part, critic, args.gamma) for part in parts])
+        with patch.object(archer, "advantages", lambda q_N2, v_N2: next(queue)):
+            return self.update(actor, ref_model, critic, baseline, optimizer, dialogues, args, rng)
 
 
 # ---------------------------------------------------------- the command
@@ -311,11 +268,7 @@ def exchanged(variant: str) -> Iterator[None]:
             put(archer, "with_fresh", without_fresh)
             put(archer, "value_loss", expectile_loss)
         if variant in LAMBDAS:
-            own = FromPlayed(LAMBDAS[variant])
-            put(archer, "rollout", own.rollout)
-            put(archer, "actor_update", own.actor_update)
-            put(archer, "actor_losses", own.actor_losses)
-            put(archer, "reinforce_loss", own.clipped_loss)
+            put(archer, "actor_update", ByGae(LAMBDAS[variant]).actor_update)
         yield
 
 
@@ -334,6 +287,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if variant == "D8" and not {"--baseline", "--resume"} & set(words):
         runs.stop("D8 is about the baseline: give --baseline, too")
+    if variant in LAMBDAS and "--fresh" in words:
+        runs.stop(f"{variant} is about what was played: leave --fresh out")
     with TemporaryDirectory() as folder, exchanged(variant):
         if variant in CRITICS:
             try:

@@ -548,6 +548,25 @@ def uniform(streams: list, number: int):
     return torch.from_numpy(numpy.stack(rows))
 
 
+def sample_tokens(logits_NV, u_N, greedy: bool) -> tuple:
+    """Tokens drawn from the softmax of each row by numbers of `uniform`, or the likeliest; their log-probs.
+
+    Returns ids [N] and log-probs [N].
+    """
+    import torch
+
+    logp_NV = logits_NV.log_softmax(-1)
+    if greedy:
+        token_N1 = logp_NV.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds u
+        total_NV = logp_NV.exp().cumsum(-1)
+        mark_N1 = u_N[:, None] * total_NV[:, -1:]
+        token_N1 = torch.searchsorted(total_NV, mark_N1, right=True)
+        token_N1 = token_N1.clamp(max=logp_NV.shape[-1] - 1)  # u * total may be rounded up to total
+    logp_N1 = logp_NV.gather(-1, token_N1)
+    return token_N1[:, 0], logp_N1[:, 0]
+
+
 # ---------------------------------------------------------- 6. the probe
 PROBED = 512  # tokens of the row with which a model is probed, at most
 FORK = 4  # of these, tokens of another utterance than the row's

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -134,7 +133,7 @@ def test_a_command(args):
     cell = cell_of(args, "D1: no KL penalty", "--kl 0.02 --actor-lr 6e-4", 3)
     words = " ".join(cell.words())
     assert words.startswith("archer.py --kl 0.02 --actor-lr 6e-4 --kl 0 "), "the row's own flag comes last"
-    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 28 --eval-every 14" in words
+    assert f"--env {SUBSET} --seed 3 --threads 1" in words and "--iterations 56 --eval-every 28" in words
     loop = cell_of(args, "LOOP", "--tasks 8 --minibatch 24")
     assert (loop.per, loop.iterations) == (48, 37)
     chosen = replace(args, start="some/folder")
@@ -147,7 +146,7 @@ def test_a_command(args):
 
 def test_what_is_finished_is_not_run_again_and_the_rest_goes_on(args):
     done, begun, stopped, new = [cell_of(args, seed=seed) for seed in (1, 2, 3, 4)]
-    a_run(done, 28, [-5.0])
+    a_run(done, 56, [-5.0])
     (a_run(begun, 0) / "summary.json").unlink()
     a_run(stopped, 14, [-5.0])  # an interrupted run has a summary, too
     told = []
@@ -156,7 +155,7 @@ def test_what_is_finished_is_not_run_again_and_the_rest_goes_on(args):
         told.append(words)
         cell = {str(cell.folder): cell for cell in (begun, stopped, new)}[str(Path(words[-1]).parent)]
         if "--resume" in words:
-            (cell.folder / "run/summary.json").write_text('{"iteration": 28}')
+            (cell.folder / "run/summary.json").write_text('{"iteration": 56}')
 
     new_words = new.words()
     compare.run_cell(done, start)
@@ -190,7 +189,7 @@ def test_the_setting_is_taken_once_all_are_known(args):
     assert {cell.seed for cell in cells.values()} == {compare.TUNING_SEED} - set(range(11))
     *others, last = cells
     for k, setting in enumerate(others):
-        a_run(cells[setting], 28, [-10.0 + k] * 2 + [-5.0])
+        a_run(cells[setting], cells[setting].iterations, [-10.0 + k] * 2 + [-5.0])
     assert compare.setting_of(args, SUBSET, "ArCHer") is None
     cells[last].folder.mkdir(parents=True)
     (cells[last].folder / "diverged.txt").touch()
@@ -467,89 +466,42 @@ def test_iql_the_critic_reads_what_was_said_and_the_actor_what_it_would_say(monk
 
 
 @pytest.mark.parametrize(("variant", "lam"), [("gae", 0.95), ("td", 0.0)])
-def test_gae_advantages_are_sums_of_later_surprises_less_their_mean(variant, lam):
-    args = archer.Args(env=SUBSET, gamma=0.5)
-    actor = models.load_actor(str(ROOT / "checkpoints/twenty-questions-phrases"), args)
-    worlds = variants.envs.VecTextEnv(SUBSET, 3)
-    with variants.exchanged(variant):
-        own = archer.rollout.__self__
-        dialogues, nll = archer.rollout(actor, worlds, args, np.random.default_rng(0))
-        told, _ = archer.rollout(actor, worlds, args, None)  # an evaluation: nothing to learn from
-        assert own.newest is dialogues and told is not dialogues and own.queue is None
+def test_gae_advantages_are_sums_of_later_surprises(variant, lam, monkeypatch):
+    """Of each dialogue on its own; an update gets them in micro-batches, in order."""
+    args = archer.Args(env=SUBSET, gamma=0.5, micro_batch=2)
+    dialogues = [{"rewards": [-1.0, -2.0, 0.5]}, {"rewards": [-4.0]}, {"rewards": [0.25, 3.0]}]
 
-        def critic(batch):
-            """V of turn n is n: the twins say one more and one less."""
-            v_N = torch.arange(len(batch[0]["actions"]), dtype=torch.float32)
-            return torch.stack([v_N + 1, v_N - 1], -1), None
+    def critic(batch):
+        """V of turn n is n: the twins say one more and one less."""
+        v_N = torch.tensor([float(n) for dialogue in batch for n in range(len(dialogue["rewards"]))])
+        return torch.stack([v_N + 1, v_N - 1], -1), None
 
-        prepared = own.prepared(actor, critic, args)
     expected = []
     for dialogue in dialogues:
-        n = len(dialogue["actions"])
+        n = len(dialogue["rewards"])
         values = [*range(n), 0.0]
         surprises = [dialogue["rewards"][t] + 0.5 * values[t + 1] - values[t] for t in range(n)]
         for m in range(n):
             expected.append(sum((0.5 * lam) ** t * d for t, d in enumerate(surprises[m:])))
-    advantage_N = torch.cat([dialogue["advantage"] for dialogue in prepared])
-    assert torch.allclose(advantage_N, torch.tensor(expected) - np.mean(expected), atol=1e-5)
-    assert {ids[-1] for ids in archer.flat(prepared, "fresh_ids")} == {actor.tokenizer.eos_token_id}
-    logp = sum(dialogue["old"].sum().item() for dialogue in prepared)
-    assert logp == pytest.approx(-sum(nll), abs=1e-2), "the log-probs are those of the sampled utterances"
 
+    def update(actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
+        parts = models.micro_batches(dialogues, args.micro_batch)
+        return [archer.advantages("Q", "V") for _ in parts]
 
-@pytest.mark.parametrize(("variant", "expected"), [("played", [7.0, 7.0, 7.0]), ("td", [1.0, 2.0, 3.0])])
-def test_td_the_actor_gets_the_other_advantages(monkeypatch, variant, expected):
-    """And of both the log-probs before the first update, for the clip."""
-    told = []
-    monkeypatch.setattr(archer, "actor_losses", lambda *given: told.append(given[4]))
-    dialogues = [{"old": torch.tensor([-1.0, -2.0]), "advantage": torch.tensor([1.0, 2.0])}]
-    dialogues += [{"old": torch.tensor([-3.0]), "advantage": torch.tensor([3.0])}]
+    monkeypatch.setattr(archer, "actor_update", update)
     with variants.exchanged(variant):
-        archer.actor_losses(None, None, None, dialogues, torch.full((3,), 7.0), archer.Args())
-        assert archer.rollout.__self__.old_M.tolist() == [-1.0, -2.0, -3.0]
-    assert told[0].tolist() == expected
-
-
-def test_played_each_pass_takes_every_new_dialogue_once(monkeypatch):
-    told = []
-    monkeypatch.setattr(archer, "actor_update", lambda *given: told.append(archer.with_fresh(given[5])))
-    args = archer.Args(actor_batch=2)
-    with variants.exchanged("played"):
-        own = archer.rollout.__self__
-        monkeypatch.setattr(own, "prepared", lambda *_: own.newest)
-        for newest in ([1, 2, 3, 4], [5, 6, 7, 8]):
-            own.newest = newest
-            own.queue = None
-            for _ in range(4):
-                archer.actor_update(
-                    None, None, None, None, None, ["of the buffer"], args, np.random.default_rng(0)
-                )
-            first, second = told[-4] + told[-3], told[-2] + told[-1]
-            assert sorted(first) == sorted(second) == newest
-
-
-def test_played_the_first_step_is_reinforce_and_the_clip_stops_later_ones():
-    logp_M = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    advantage_N = torch.tensor([2.0, -3.0])
-    owner_M = torch.tensor([0, 0, 1])
-    archer.reinforce_loss(logp_M, advantage_N, owner_M).backward()
-    expected = logp_M.grad.clone()
-    with variants.exchanged("played"):
-        own = archer.rollout.__self__
-        for old_M, wanted in (
-            (logp_M.detach(), expected),
-            (logp_M.detach() - torch.tensor([0.3, -0.3, -0.3]), None),  # ratios of 1.35, 0.74, 0.74
-        ):
-            own.old_M = old_M
-            logp_M.grad = None
-            archer.reinforce_loss(logp_M, advantage_N, owner_M).backward()
-            if wanted is not None:
-                assert torch.allclose(logp_M.grad, wanted)
-    assert logp_M.grad.tolist() == pytest.approx([0.0, -np.exp(-0.3), 0.0])
+        first, second = archer.actor_update(None, None, critic, None, None, dialogues, args, None)
+    assert (len(first), len(second)) == (4, 2)
+    assert torch.cat([first, second]).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [([], "the first word must be one of"), (["D8"], "give --baseline")]
+    ("words", "said"),
+    [
+        ([], "the first word must be one of"),
+        (["D8"], "give --baseline"),
+        (["td", "--fresh"], "leave --fresh out"),
+    ],
 )
 def test_a_variant_that_is_none_is_one_line(words, said):
     with pytest.raises(RuntimeError, match=said):
