@@ -713,13 +713,13 @@ def paired(args: Args, world: str) -> str:
         pairs = [(curves[name][seed], plain[seed]) for seed in plain if seed in curves[name]]
         if not pairs or (name != PLAIN and pairs[0][0][0]["run"] == pairs[0][1][0]["run"]):
             continue  # it is not run, or is PPO by another name
-        parts = [name, str(len(pairs)), less(pairs, "eval_sampled"), less(pairs, "eval_greedy")]
-        parts.append(interval([area(ours) - area(theirs) for ours, theirs in pairs], digits=2))
-        if name == PLAIN:
-            parts[2:] = ["", "", ""]
+        gains = ["", "", ""]
+        if name != PLAIN:
+            gains = [less(pairs, "eval_sampled"), less(pairs, "eval_greedy")]
+            gains.append(interval([area(ours) - area(theirs) for ours, theirs in pairs], digits=2))
         places = [crossing(ours, fmean(ends), "dialogues") for ours, _ in pairs]
-        parts.append(", ".join(str(place or "never") for place in places))
-        rows.append(f"| {' | '.join(parts)} |")
+        when = ", ".join(str(place or "never") for place in places)
+        rows.append(f"| {' | '.join([name, str(len(pairs)), *gains, when])} |")
     heads = [f"less {PLAIN}", "seeds", "sampled", "greedy", "area", f"dialogues to {fmean(ends):.2f}"]
     return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
 

@@ -87,9 +87,19 @@ def archer_step(device: str, dtype: str) -> dict:
     critic.to(device)
     baseline = archer.mlp(width, width, 0.0).to(device)
     batch = dialogues()
+    ids = archer.flat(batch, "ids")
     with torch.no_grad():
-        logits_MV, *_ = archer.score(actor, batch, archer.flat(batch, "ids"), 1.0, dtype)
+        logits_MV, token_M, *_ = archer.score(actor, batch, ids, 1.0, dtype)
         values = critic(batch)
+    # The old log-probs are the device's own, so that the ratio is 1 there, too.
+    logps = logits_MV.log_softmax(-1).gather(-1, token_M[:, None])[:, 0].tolist()
+    own = []
+    for dialogue in batch:
+        sizes = [len(row) for row in dialogue["ids"]]
+        rows = [logps[sum(sizes[:n]) : sum(sizes[: n + 1])] for n in range(len(sizes))]
+        logps = logps[sum(sizes) :]
+        own.append(dialogue | {"logps": rows})
+    batch = own
     archer.critic_update(critic, copy.deepcopy(critic), still(critic), batch, args)
     with mock.patch.object(archer, "with_fresh", lambda dialogues, *_: dialogues):  # the batch has them
         archer.actor_update(actor, copy.deepcopy(actor), critic, baseline, still(actor), batch, args, None)

@@ -228,7 +228,7 @@ def memory(setup: Setup) -> dict[str, float]:
             found[f"**`--micro-batch {size}`{how}**"] = sums
     decoder, _ = make_tokenizers()
     (row,), _, _ = archer.lay_out([dialogue_of(decoder)], decoder)
-    for dialogues, what in ((64, "a rollout"), (314, "an evaluation")):
+    for dialogues, what in ((32, "a rollout"), (314, "an evaluation")):
         found[f"keys and values of {what}, {dialogues} dialogues"] = keys_and_values(
             setup, dialogues, len(row)
         )

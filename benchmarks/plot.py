@@ -26,7 +26,7 @@ from typing import Literal
 import tyro
 from tables import COLOURS, draw, half_width, interval, read_lines, read_results, stop, write_results
 
-METHODS = ("ArCHer", "PPO", "LOOP", "Filtered BC", "ArCHer, played", "CHAI")  # of a CSV: their colours
+METHODS = ("ArCHer", "PPO", "LOOP", "Filtered BC", "ArCHer, fresh", "CHAI")  # of a CSV: their colours
 APART = {"seed", "runs", "resume", "name", "threads"}  # arguments by which runs are not told apart
 
 

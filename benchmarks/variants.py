@@ -10,8 +10,9 @@ that number. The run's folder does not say so: give it a --name.
   D4      All heads start near zero.
   D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
           good as the whole buffer, it undoes D7.
-  D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration, on the
-          actor's batches; after each of these its head moves once more, as archer.py's does.
+  D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration, or the
+          next smaller multiple of --actor-updates, on the actor's batches; the last update of each batch
+          is archer.py's, of the head alone.
   D9      Q has networks of its own instead of V plus a linear function.
   mc      Q and V learn the Monte-Carlo returns (App. D.1).
   iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2). As Q is V plus
@@ -90,7 +91,7 @@ def mlp_from_zero(mlp):
 
 # ---------------------------------------------------------- D7, iql
 def with_own_samples(update):
-    """archer.actor_update, which samples by archer.with_fresh as it is now, whatever takes its place."""
+    """archer.actor_update, which with --fresh samples by archer.with_fresh as it is now."""
     sample = archer.with_fresh
 
     def actor_update(*given):
@@ -287,7 +288,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if variant == "D8" and not {"--baseline", "--resume"} & set(words):
         runs.stop("D8 is about the baseline: give --baseline, too")
-    if variant in LAMBDAS and "--fresh" in words:
+    if variant in LAMBDAS and arguments(words).fresh:
         runs.stop(f"{variant} is about what was played: leave --fresh out")
     with TemporaryDirectory() as folder, exchanged(variant):
         if variant in CRITICS:

@@ -1,4 +1,4 @@
-"""What the scripts share of language models: loading, tokens, masks, logits, random numbers, and a probe.
+"""What the scripts share of language models: loading, tokens, masks, logits, sampling, and a probe.
 
 docs/models.md says which models there are, and what the probe holds them to; docs/scaling.md, how large.
 """
@@ -523,7 +523,7 @@ def clipped_step(optimizer, model, max_norm: float, what: str) -> float:
     return norm.item()
 
 
-# ---------------------------------------------------------- 5. random numbers
+# ---------------------------------------------------------- 5. random numbers and sampling
 def streams(seeds) -> list:
     """A generator of random numbers for each seed: one that no world has, not even with the same seed.
 

@@ -116,6 +116,8 @@ def saved_args(kind: type, run: Path):
                 raise ValueError(f"{name} is no argument of this script")
             if not is_of(value, hints[name]):
                 raise ValueError(f"{name} cannot be {value!r}")
+        if absent := sorted(set(hints) - set(saved)):  # today's default need not be that of its beginning
+            raise ValueError(f"no {absent[0]} is in it, so that another version began it; add what it had")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or of another script: {error}") from error
     return kind(**saved)

@@ -383,7 +383,7 @@ def test_D1_has_the_gradient_of_the_kl_of_whole_utterances():
             kl_M, logp_M = torch.stack([kl_1, kl_2[a]]), torch.stack([logp_1[a], logp_2[a, b]])
             cost_M = archer.kl_to_come(kl_M, owner)
             partial += p * kl_M.sum()
-            loss = archer.policy_loss(logp_M, logp_M.detach(), torch.zeros(1), owner, cost_M, 0.2)
+            loss, _ = archer.policy_loss(logp_M, logp_M.detach(), torch.zeros(1), owner, cost_M, 0.2)
             found += p * (kl_M.sum() + loss)
     for one, other in zip(
         torch.autograd.grad(found, [first, second], retain_graph=True), expected, strict=True
@@ -413,7 +413,8 @@ def test_E3_E5_policy_loss_at_the_old_log_probs(numbers, with_baseline):
     old, baseline = logp.clone(), baseline * with_baseline
     logp, advantage, baseline = (x.clone().requires_grad_() for x in (logp, q[:, 0], baseline))
     weights = [advantage[owner[i]].item() - baseline[i].item() for i in range(12)]
-    loss = archer.policy_loss(logp, old, advantage, owner, baseline, 0.2)
+    loss, clipped = archer.policy_loss(logp, old, advantage, owner, baseline, 0.2)
+    assert clipped == 0
     assert loss.item() == pytest.approx(-sum(weights) / 5, rel=1e-12)
     loss.backward()
     assert advantage.grad is None and baseline.grad is None
@@ -435,7 +436,8 @@ def test_D10_policy_loss_away_from_the_old_log_probs(numbers, clip):
         is_stopped = (ratio > 1 + clip and weight > 0) or (ratio < 1 - clip and weight < 0)
         slopes.append(0.0 if is_stopped else -ratio * weight / 5)
     assert 0 < slopes.count(0.0) < 12
-    loss = archer.policy_loss(logp, old, q[:, 0], owner, baseline, clip)
+    loss, clipped = archer.policy_loss(logp, old, q[:, 0], owner, baseline, clip)
+    assert clipped == slopes.count(0.0) / 12
     loss.backward()
     assert loss.item() == pytest.approx(-total, rel=1e-12)
     assert logp.grad.tolist() == pytest.approx(slopes, rel=1e-12)
@@ -1250,7 +1252,7 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
         ratio = (own_logp - (own_logp.detach() if args.fresh else torch.tensor(old_logps))).exp()
         bounded = ratio.clamp(1 - args.clip, 1 + args.clip)
         loss = loss - torch.minimum(ratio * paid.detach(), bounded * paid.detach()).sum() / N
-        moved += (bounded != ratio).tolist()
+        moved += (bounded * paid < ratio * paid).tolist()
         kl = kl + own_kl.sum() / N
         entropy -= (logp.exp() * logp).sum().item() / N
         fit = fit + ((weight - b) ** 2).mean() / N
@@ -1265,6 +1267,7 @@ def test_actor_update_is_E3(actor, tokenizer, world, changes, monkeypatch):
     assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
     assert metrics["actor/kl"] == pytest.approx(kl.item(), rel=1e-3) and metrics["actor/kl"] > 0
     assert metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert metrics["actor/clipped"] == pytest.approx(np.mean(moved), abs=1e-6)
     assert metrics["actor/advantage_mean"] == pytest.approx(np.mean(advantage), abs=1e-5)
     assert metrics["actor/advantage_std"] == pytest.approx(np.std(advantage), rel=1e-3)
     assert metrics["actor/baseline_loss"] == pytest.approx(fit.item(), rel=1e-4)
@@ -1337,7 +1340,12 @@ def test_gradients_are_clipped_and_nan_is_an_error():
 @pytest.mark.parametrize("loss", ["value_loss", "policy_loss"])
 def test_an_update_that_diverges_says_whose_it_is(actor, monkeypatch, loss):
     right = getattr(archer, loss)
-    monkeypatch.setattr(archer, loss, lambda *given: right(*given) * math.nan)
+
+    def wrong(*given):
+        found = right(*given)
+        return found * math.nan if loss == "value_loss" else (found[0] * math.nan, found[1])
+
+    monkeypatch.setattr(archer, loss, wrong)
     played, critic = with_rewards(play("toy", actor, n=2)[0]), critic_of(actor)
     baseline = archer.mlp(32, 32, 0.0)
     who = "critic" if loss == "value_loss" else "actor"
@@ -1463,7 +1471,7 @@ def spy_on(folders, folder, **changes):
 @pytest.fixture(scope="module")
 def spied(folders, tmp_path_factory):
     """A run of five iterations, two of them warm-up, and all that was handed on in it."""
-    return spy_on(folders, tmp_path_factory.mktemp("spied"))
+    return spy_on(folders, tmp_path_factory.mktemp("spied"), actor_batch=3)
 
 
 @pytest.fixture(scope="module")
@@ -1521,7 +1529,7 @@ def test_D10_the_actor_learns_from_the_newest_dialogues(spied, tokenizer):
     for n in range(3, 6):
         calls = [c for c in spied.of("actor_update") if c["iteration"] == n]
         batches = [c["given"]["dialogues"] for c in calls]
-        assert [len(batch) for batch in batches] == [16] * 3
+        assert [len({which(d) for d in batch}) for batch in batches] == [3] * 3
         assert all({which(d) for d in batch} <= played[n] for batch in batches)
         assert {which(d) for batch in batches for d in batch} == played[n]
         assert len({tuple(map(which, batch)) for batch in batches}) == 3, "each update draws its own"

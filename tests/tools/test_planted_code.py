@@ -9,6 +9,7 @@ import pickle
 import runpy
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,7 +114,8 @@ def test_code_behind_a_runs_folder_is_not_run(flag, kind, refused, tmp_path):
     saved = {name: int(value) if value.isdigit() else value for name, value in saved.items()}
     run = tmp_path / "run"
     run.mkdir()
-    (run / "args.json").write_text(json.dumps(saved))
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    (run / "args.json").write_text(json.dumps(asdict(module.Args()) | saved))
     (run / "checkpoint.pt").write_bytes(pickle.dumps({"modules": Bomb(witness)}, protocol=2))
     data = envs.make("twenty-questions").demonstrations(2, 0)  # of the offline script, which reads it first
     runs.write_jsonl(run / "dataset.jsonl", data)

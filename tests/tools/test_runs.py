@@ -269,6 +269,7 @@ def test_a_run_that_goes_on_stays_where_it_is(monkeypatch, capsys, folder, tmp_p
         ('{"loss": "most"}', "loss cannot be 'most'"),
         ('{"device": 5}', "device cannot be 5"),
         ('{"flavour": 1}', "flavour is no argument of this script"),
+        ('{"seed": 1}', "no actor is in it, so that another version began it"),
         ('{"seed": 1', "Expecting ',' delimiter"),
         ("[1]", ""),
         ("\x00\xff", ""),
