@@ -186,7 +186,8 @@ def archer_gap(model) -> float:
 
     def write(row, start_S, args, streams):
         rows = {0: row}
-        return archer.generate(archer.Memory(model, rows), rows, [start_S], args, streams)
+        utterances, logps = archer.generate(archer.Memory(model, rows), rows, [start_S], args, streams)
+        return utterances, [sum(own) for own in logps]
 
     return gap_of_forks(model, archer, write)
 
