@@ -13,23 +13,23 @@ Paper: Chen et al. 2025, arXiv:2502.01600; release: the authors' code, github.co
   E2  min(w A, g(A)),  g(A) = A + eps |A|                           Eq. 4      surrogate
   E3  w = pi(x_t) / pi_old(x_t), one for each token                 Eq. 5, 10  log_ratios, --level token
   E4  w = product of E3 over a turn                                 sec. 4.2   log_ratios, --level turn
-  E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 9   log_ratios, --level trajectory
+  E5  w = product of E3 over a rollout ("bandit")                   Eq. 4, 8   log_ratios, --level trajectory
   E6  A_k = (R_k - mean R) / std R                                  GRPO       normalised, --normalise
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
-The loss of a rollout is the mean of -E2 + kl E7 over its M tokens. So at w = 1 the gradient of a token's
-log pi weighs A / M with --level token, A L / M with turn (L tokens in its turn), and A with trajectory, as
-in REINFORCE, the paper's Eq. 2, which sums; --epochs 1 --minibatch 0 alone takes the mean.
+The loss of a rollout is the mean of -E2 + kl E7 over its M tokens, as in Eq. 10. So at w = 1 the gradient
+of a token's log pi weighs A / M with --level token, A L / M with turn (L tokens in its turn), and A with
+trajectory, as in Eq. 2; so it does in the paper's RLOO (sec. 5.3), while the second command takes the mean.
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 Differs from the paper; the option in brackets, if any, undoes it (docs/loop_ppo.md has the reasons):
-  D1  A tiny Llama trained on flawed solutions (--model) instead of a 32B model that can code.
+  D1  A tiny Llama trained on flawed solutions (--model), all of whose weights learn (--lora), instead of
+      LoRA adapters of a 32B model that can code.
   D2  It trains on all difficulties (--max-difficulty 2): a small model forgets what it does not train on.
   D3  The learning rate decays linearly towards zero (--no-anneal-lr): late steps then undo less.
-  D4  Rollouts with |A| < 0.01 have no KL penalty (E7), either; we know of no word on it in the paper.
-      --min-advantage 0 keeps all rollouts, in E2 and in E7.
+  D4  The last model is tested; the paper tests the best checkpoint of a run by its dev score (App. E).
   D5  E6 divides R - mean R, as GRPO does; LOOP's paper divides E1. Our deviation has K - 1 in it.
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
-  D7  In AppWorld the paper's prompt has a worked example, and the turn limit is a failure; here the prompt
-      is short, and the limit is graded.
+  D7  In AppWorld the paper's prompt has a worked example, the turn limit is a failure, and replies are cut
+      at 3,000 tokens; here the prompt is short, the limit is graded, and 12,000 characters are shown.
 """
 
 import time
@@ -626,7 +626,7 @@ def update(model, optimizer, judged, args, rng, ref_model=None) -> dict:
     later = [t for t in kept if t not in minibatches[0]]
     read_old(model, later, args)
     if args.kl:
-        read_ref(ref_model, kept, args)  # D4
+        read_ref(ref_model, kept, args)
 
     of_rollouts = []
     norms = []
@@ -776,7 +776,7 @@ def main(args: Args) -> dict:
         if run.is_due(args.save_every) or run.stopped:
             run.save({"actor": model})
 
-    tests = {}
+    tests = {}  # D4
     if hasattr(world, "split") and not run.stopped:
         tests |= evaluate(model, args, "test-normal", "test_normal_{}")
         tests |= evaluate(model, args, "test-challenge", "test_challenge_{}")

@@ -62,7 +62,7 @@ class Args:
 
     # --- algorithm
     candidates: int = 5  # utterances sampled from the actor, among which the critic chooses (paper: 5)
-    critic_lr: float = 3e-4  # Adam's (authors: 2e-5 for RoBERTa; Table 3: times 32; D5)
+    critic_lr: float = 3e-4  # Adam's (Table 3 divided by 32: 2e-5 for RoBERTa; D5)
     critic_updates: int = 40  # per iteration, each followed by a Polyak step of the target (paper: 50; D5)
     critic_batch: int = 32  # dialogues per update of the critic (paper: a batch of 256)
     critic_pool: int = 128  # dialogues that each iteration draws from the buffer for its critic updates (D6)

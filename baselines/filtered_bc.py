@@ -56,7 +56,7 @@ class Args:
 
     # --- algorithm
     keep: float = 0.1  # share of the buffer's dialogues that is imitated, best first (paper: 0.1)
-    actor_lr: float = 3e-4  # Adam's (authors: 1e-6 in Twenty Questions, else 1e-5; Table 3: times 32; D2)
+    actor_lr: float = 3e-4  # Adam's (Table 3 divided by 32: 1e-6 in Twenty Questions, else 1e-5; D2)
     anneal_lr: bool = True  # the learning rate decays linearly towards zero (D3)
     actor_updates: int = 10  # per iteration (paper: 10)
     actor_batch: int = 32  # dialogues per update (paper: a batch of 256; D2)
@@ -71,7 +71,7 @@ class Args:
 # A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one comes after the end.
 class Span(NamedTuple):
-    """Where an action is: columns start to stop - 1 of a row, including its end token."""
+    """Where an action is: columns start to stop - 1 of a row, including its end token, if it has one."""
 
     row: int
     start: int
@@ -79,20 +79,20 @@ class Span(NamedTuple):
 
 
 def lay_out(dialogues, tokenizer):
-    """Tokenises dialogues into rows of ids; each action ends with the end token.
+    """Tokenises dialogues into rows of ids, in which each action keeps the tokens that were sampled.
 
+    So a row also has what `spoken` leaves out, and no end token behind an action that was cut off.
     A row continues while each observation only appends to the text; one that rewrites it starts a new row.
     Returns the rows, a Span for each of the N actions, and the prompts: for each dialogue, the row up to its
     next action.
     """
-    end = tokenizer.eos_token_id
     rows = []
     spans = []
     prompts = []
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply starts a new row, too; else V(s') would be read where Q(s,a) is.
+            # An empty reply also starts a new row: after an empty action it looks like a text written anew.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -103,16 +103,14 @@ def lay_out(dialogues, tokenizer):
                 prompts.append(row)
                 break
             start = len(row)
-            action = dialogue["actions"][turn]
-            # Not +=, which would modify a shared list.
-            row = row + models.encode(tokenizer, action) + [end]
+            row = row + dialogue["ids"][turn]  # not +=, which would modify a shared list
             if goes_on:
                 rows[-1] = row
             else:
                 rows.append(row)
             span = Span(len(rows) - 1, start, len(row))
             spans.append(span)
-            so_far = observation + action
+            so_far = observation + dialogue["actions"][turn]
     return rows, spans, prompts
 
 
@@ -137,8 +135,7 @@ def best_of(dialogues, share):
 
 # ---------------------------------------------------------- 3. the maths: pure functions
 # Suffixes name the axes: N actions, M tokens of all N utterances together, V vocabulary, H hidden size,
-# B rows, T columns, C columns of the cache, S states of a row, P = B * S places,
-# L tokens of an utterance at most.
+# B rows, T columns, C columns of the cache, L tokens of an utterance at most.
 def cloning_loss(logp_M, num_actions):
     """E1: -log pi of an utterance, averaged over utterances.
 
@@ -226,49 +223,43 @@ class Memory:
 
 
 @torch.no_grad()
-def generate(memory, rows, starts, args, streams, greedy=False):
-    """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
+def generate(memory, rows, args, streams, greedy=False):
+    """Samples an utterance after each of B rows {name: token ids}, in lockstep.
 
-    Each row is read once for all its states. A start lies behind what `memory` has already read of the row.
-    Returns ids [N][...], with the end token unless cut before it, and the log-prob of each token [N][...].
+    Returns ids [B][...], with the end token unless cut before it, and log-probs [B].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
-    start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
-    B, S = start_BS.shape
-    before_BS = start_BS - 1 - position_BT[:, :1]  # a state's last token, from the first one just read
-    hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
-    visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
-    itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
-    places = []  # where the N states are among the P places of the flattened [B, S]
-    for b, row_starts in enumerate(starts):
-        places += range(b * S, b * S + len(row_starts))
-    utterances = {place: [] for place in places}
-    logps = {place: [] for place in places}
+    length_B = torch.tensor([len(row) for row in rows.values()])
+    B = len(rows)
+    last_B = length_B - 1 - position_BT[:, 0]  # a row's last token, counted from the first one just read
+    hidden_BH = hidden_BTH[range(B), last_B]
+    visible_B1C = memory.position_BC[:, None] < length_B[:, None, None]
+    utterances = [[] for _ in rows]
+    total_logps = [0.0] * B
+    writing = range(B)  # rows whose utterance has not ended
     end = actor.tokenizer.eos_token_id
     L = args.max_action_tokens
-    u_PL = torch.zeros(B * S, L)  # uniform random numbers
-    u_PL[places] = models.uniform(streams, L)
-    u_PL = u_PL.to(actor.device)
+    u_BL = models.uniform(streams, L).to(actor.device)
     for step in range(L):
-        logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
-        token_P, logp_P = models.sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
-        tokens = token_P.tolist()
-        own_logps = logp_P.tolist()
-        for place in places:
-            utterances[place].append(tokens[place])
-            logps[place].append(own_logps[place])
-        places = [place for place in places if tokens[place] != end]
-        if not places:
+        logits_BV = models.logits_of(actor, hidden_BH) / args.temperature
+        token_B, logp_B = models.sample_tokens(logits_BV, u_BL[:, step], greedy)
+        tokens = token_B.tolist()
+        logps = logp_B.tolist()
+        for b in writing:
+            utterances[b].append(tokens[b])
+            total_logps[b] += logps[b]
+        writing = [b for b in writing if tokens[b] != end]
+        if not writing:
             break
-        # The tokens just written become S more columns of the cache, each visible to its own state only.
-        visible_BSC = torch.cat([visible_BSC, itself_BSS], -1)
-        token_BS = token_P.view(B, S)
-        position_BS = start_BS + step
-        hidden_BSH = models.masked_states(
-            actor.base_model, token_BS, position_BS, visible_BSC, args.dtype, memory.cache
+        # The tokens just written become one more column of the cache.
+        visible_B1C = nn.functional.pad(visible_B1C, (0, 1), value=True)
+        position_B1 = length_B[:, None] + step
+        hidden_B1H = models.masked_states(
+            actor.base_model, token_B[:, None], position_B1, visible_B1C, args.dtype, memory.cache
         )
-    return list(utterances.values()), list(logps.values())
+        hidden_BH = hidden_B1H[:, 0]
+    return utterances, total_logps
 
 
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
@@ -276,15 +267,15 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
     Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
     seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
+    Its "ids" are the tokens of its actions, as sampled.
     """
     seeds = range(len(worlds))
     if rng:
         seeds = rng.integers(2**31, size=len(worlds)).tolist()
     worlds.reset(seeds=seeds, indices=indices)
     streams = models.streams(seeds)
-    # lay_out tokenises the action's text anew, which may take more tokens: a sampled byte that is no UTF-8
-    # becomes U+FFFD, which is three bytes; and an end token comes on top.
-    room = 4 * args.max_action_tokens
+    for dialogue in worlds.dialogues:
+        dialogue["ids"] = []
     nll = []
     memory = Memory(actor, range(len(worlds)))
     while alive := worlds.alive():
@@ -292,17 +283,18 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
         _, _, prompts = lay_out(dialogues, actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > actor.context - room:
+            if len(rows[i]) > actor.context - args.max_action_tokens:
                 worlds.cut(i)
                 del rows[i]
         if not rows:
             break
-        starts = [[len(row)] for row in rows.values()]
         streams_of_rows = [streams[i] for i in rows]
-        utterances, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
+        utterances, logps = generate(memory, rows, args, streams_of_rows, greedy)
         texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
-        nll += [-sum(row) for row in logps]
+        for i, ids in zip(rows, utterances, strict=True):
+            worlds.dialogues[i]["ids"].append(ids)
+        nll += [-logp for logp in logps]
     return [dialogue for dialogue in worlds.dialogues if dialogue["actions"]], nll
 
 

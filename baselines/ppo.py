@@ -1,7 +1,7 @@
 """PPO on tokens: the on-policy baseline that ArCHer is compared with, in one file.
 
     python -m baselines.ppo --env twenty-questions-subset
-    python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 20 --actor-lr 6e-6 --actor FOLDER
+    python -m baselines.ppo --rollouts 2048 --minibatch 1024 --epochs 20 --actor-lr 6e-6 --no-anneal-lr
     python -m baselines.ppo --resume runs/...
 
 Every token that the actor writes is an action, including the one that ends a turn; the world's replies are

@@ -462,8 +462,8 @@ def test_filtered_update_is_E1_of_actions_and_nothing_else(actor, world, monkeyp
     kept = seen_gradients(monkeypatch)
     total, entropy = 0.0, 0.0
     for d, k in states(played):
-        context = before(d, k, actor.tokenizer, world == "toy")
-        said = [*models.encode(actor.tokenizer, d["actions"][k]), actor.tokenizer.eos_token_id]
+        context = context_of(d, k, actor.tokenizer, world == "toy")
+        said = d["ids"][k]  # as sampled
         total -= sum(plain_logps(actor, context, said, 0.7))
         with torch.no_grad():
             logits = actor(input_ids=torch.tensor([context + said])).logits[0, len(context) - 1 : -1] / 0.7

@@ -597,8 +597,13 @@ def unwaived(scripts: dict[str, ast.Module], waivers: dict[str, dict]) -> list[s
         by_script = copies.get(name, {})
         if not waiver.get("reason", "").strip():
             problems.append(f"the waiver of {name} gives no reason")
+        same = waiver.get("same", [])
+        if len({by_script.get(script) for script in same}) > 1:
+            problems.append(f"{name} differs between {', '.join(same)}")
         for script in waiver["scripts"]:
-            if Counter(by_script.values())[by_script.get(script)] != 1 or len(by_script) < 2:
+            alike = same if script in same else [script]
+            others = {syntax for other, syntax in by_script.items() if other not in alike}
+            if not others or script not in by_script or by_script[script] in others:
                 problems.append(f"the waiver of {name} in {script} is not needed")
     return problems
 
@@ -623,6 +628,15 @@ def test_the_comparison_of_copies_sees_what_it_should():
     assert unwaived({"a.py": scripts["a.py"], "c.py": scripts["a.py"]}, waiver) == [
         "the waiver of f in c.py is not needed"
     ]
+    two = scripts | {"d.py": scripts["c.py"]}
+    waiver_of_two = {"f": {"scripts": ["c.py", "d.py"], "reason": "the sign is the algorithm"}}
+    assert len(unwaived(two, waiver_of_two)) == 2, "which of them is one function with the other?"
+    waiver_of_two["f"]["same"] = ["c.py", "d.py"]
+    assert unwaived(two, waiver_of_two) == []
+    two["d.py"] = parse("def f(x): return 3 * x")
+    assert unwaived(two, waiver_of_two) == ["f differs between c.py, d.py"]
+    two["d.py"] = two["c.py"] = scripts["a.py"]
+    assert len(unwaived(two, waiver_of_two)) == 2, "neither is needed"
     scripts |= {"a_multigpu.py": scripts["a.py"], "c_multigpu.py": scripts["c.py"]}
     assert unwaived(scripts, waiver) == []
     scripts["c_multigpu.py"] = scripts["a.py"]
