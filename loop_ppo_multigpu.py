@@ -923,7 +923,7 @@ def main(args: Args) -> dict:
         if run.is_due(args.save_every) or run.stopped:
             run.save({"actor": model})
 
-    tests = {}
+    tests = {}  # D4
     if hasattr(world, "split") and not run.stopped:
         tests |= evaluate(model, args, "test-normal", "test_normal_{}")
         tests |= evaluate(model, args, "test-challenge", "test_challenge_{}")

@@ -248,8 +248,8 @@ def construct(id: str, target: str, options: dict):
 
 
 def options(text: str) -> dict[str, int | str]:
-    """The options of a world from a command line; whole numbers become int, and nothing an empty text.
-    Raises ValueError for anything else.
+    """The options of a world from a command line; whole numbers become int, but not 007, and nothing an empty
+    text. Raises ValueError for anything else.
 
     >>> options("matching=paper,max_turns=5")
     {'matching': 'paper', 'max_turns': 5}
@@ -261,7 +261,7 @@ def options(text: str) -> dict[str, int | str]:
             raise ValueError(
                 f"{part!r} in {text!r} is no option: write NAME=VALUE,NAME=VALUE, each name once"
             )
-        found[name] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
+        found[name] = int(value) if re.fullmatch(r"0|-?[1-9][0-9]*", value) else value
     return found
 
 
@@ -286,6 +286,16 @@ def read_action(action: str, max_chars: int, multiline: bool = False) -> str:
         raise TypeError(f"an action is a str, not {type(action).__name__}")
     text = action if multiline else action.split("\n", 1)[0]
     return text.strip()[:max_chars].encode("utf-8", "replace").decode("utf-8")
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
+
+    def __init__(self, max_length: int):
+        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
 
 
 def task_index(options: dict | None, num_tasks: int, rng) -> int:

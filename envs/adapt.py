@@ -86,16 +86,6 @@ def plain(value):
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
-
-
 class Adapted(gymnasium.Env):
     """The world that `factory` makes, with defaults for what it does not have. What it has is its own."""
 
@@ -120,7 +110,7 @@ class Adapted(gymnasium.Env):
         self.best_return, self.expert_return = self.own("best_return"), self.own("expert_return")
         self.demonstration_env = self.own("demonstration_env", id)
         self.rules = self.own("rules", "")
-        self.observation_space, self.action_space = AnyText(10**7), AnyText(self.max_action_chars)
+        self.observation_space, self.action_space = envs.AnyText(10**7), envs.AnyText(self.max_action_chars)
         self.over = True  # until the first reset
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
@@ -128,12 +118,16 @@ class Adapted(gymnasium.Env):
         super().reset(seed=seed)
         options = dict(options or {})
         index = options.get("index")
-        if index is not None and not 0 <= index < self.num_tasks:
+        if index is None:
+            options.pop("index", None)
+        elif not 0 <= index < self.num_tasks:
             raise ValueError(f"index: {index} is not in 0..{self.num_tasks - 1}")
         seed = int(self.np_random.integers(2**31)) if seed is None else seed
         if not self.has_tasks:  # task i is what the seed i makes
             seed = options.pop("index", seed)
         text, info = self.checked("reset", RESET, self.world.reset(seed=seed, options=options))
+        if not text.strip():  # a model would have nothing to read
+            raise envs.WorldBroken(f"the first observation is empty; {PAGE}")
         self.observation = f"{text.rstrip()}\n" if self.keeps_dialogue else text
         self.turns, self.total, self.over = 0, 0.0, False
         return self.observation, {"answer": "unknown"} | info

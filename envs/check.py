@@ -24,7 +24,7 @@ from gymnasium.utils.env_checker import check_env
 import envs
 from envs.adapt import STEP, Adapted, apart
 from envs.datasets import dialogue
-from envs.fuzz import HOSTILE
+from envs.fuzz import HOSTILE, WORDS
 
 WITHOUT = {  # what a world may have, and what happens without it
     "append_only": "what step returns is put behind all that was said",
@@ -41,7 +41,6 @@ WITHOUT = {  # what a world may have, and what happens without it
     "expert_return": "nobody knows how well an expert plays",
     "best_return": "nobody knows what could be reached at best",
 }
-WORDS = ["1", "7", "yes", "no", "look", "help", "Is it a dog?", "print(1)"]
 
 
 def some_actions(world: Adapted, seed: int) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 START = "Questions:\n"  # the first observation of both games
 MAX_TURNS = 20  # of both games
+MAX_HISTORY = 6000  # characters of a dialogue in the authors' files
 FORMS = """\
 {"observations": [...], "actions": [...], "rewards": [...], "terminated": bool, "answer": "..."}
 {"text": "...", "turns": [{"action": "", "reply": "", "reward": 0.0}], "fate": "ended", "answer": "..."}
@@ -100,14 +101,13 @@ def read_dialogues(
     append_only: bool = True,
     max_chars: int = 200,
     multiline: bool = False,
-    max_history: int = 6000,
 ) -> tuple[list[dict], list[str]]:
     """The dialogues of a file in any of the formats above,
     and a note on each kind of record that was left out.
 
     Left out is what no world would write: an action of more than `max_chars` characters or, unless
-    `multiline`, of several lines, a history of more than `max_history`; of the authors' files also what has
-    more than 20 turns, a line that is no question and answer, or an answer that asks back. `append_only`
+    `multiline`, of several lines; of the authors' files also what has more than 20 turns or 6,000 characters,
+    a line that is no question and answer, or an answer that asks back. `append_only`
     says whether a reply in rollouts.jsonl adds to the observation before it or takes its place. Raises
     ValueError with the number, from 0, and the field of a malformed record.
     """
@@ -139,8 +139,9 @@ def read_dialogues(
             made, why = None, f"an action of more than {max_chars} characters"
         if made and not multiline and any("\n" in action for action in made["actions"]):
             made, why = None, "an action of more than one line"
-        if made and len(made["observations"][-1]) > max_history:
-            made, why = None, f"a history of more than {max_history} characters"
+        is_of_a_run = "observations" in record or "turns" in record
+        if made and not is_of_a_run and len(made["observations"][-1]) > MAX_HISTORY:
+            made, why = None, f"a history of more than {MAX_HISTORY} characters"
         if made:
             dialogues.append(made)
             mended += repairs

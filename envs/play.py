@@ -194,7 +194,7 @@ def main() -> int:
         if args.show_answer:
             print(f"(hidden: {info['answer']})")
         result = play(world, observation, player)
-    except (ValueError, envs.Unavailable, envs.WorldBroken, gymnasium.error.Error) as error:
+    except (ValueError, TypeError, envs.Unavailable, envs.WorldBroken, gymnasium.error.Error) as error:
         print(error, file=sys.stderr)
         return 2
     except (EOFError, KeyboardInterrupt):

@@ -33,7 +33,8 @@ import envs
 # ---------------------------------------------------------- 1. the command line
 # What a run that goes on has from its beginning: the weights that it reads again, and its data.
 FIXED = ("env", "actor", "model", "seed", "dataset", "dataset_size", "dataset_seed", "mix", "demonstrations")
-FIXED += ("fresh", "keep", "drills", "exchanged", "vocabulary", "phrases", "batch")
+FIXED += ("fresh", "keep", "drills", "exchanged", "vocabulary", "phrases", "batch", "task", "simplifications")
+FIXED += ("step_limit",)
 
 
 def cli(kind: type, main: Callable) -> None:
@@ -57,6 +58,8 @@ def cli(kind: type, main: Callable) -> None:
                     flag = f"--{name.replace('_', '-')} {given}"
                     began = "the default" if began == "" else began
                     raise ValueError(f"{flag}: {args.resume} is a run of {began}; start a new one")
+            if getattr(args, "world", "") != getattr(saved, "world", ""):  # it may have moved: url=, root=
+                say(f"goes on with --world {args.world!r}, and began with {saved.world!r}")
         main(args)
         leave()
     except (ValueError, TypeError, OSError, ArithmeticError, envs.Unavailable, envs.WorldBroken) as error:
@@ -320,10 +323,11 @@ class Run:
 
     def ask_to_stop(self, number, frame) -> None:
         """A handler of signals: the run ends after this iteration; asked twice, it ends at once."""
-        say("stopping after this iteration; --resume goes on from there")
         signal.signal(number, signal.SIG_DFL)
         self.asked = True
         self.stopped = processes() == 1
+        with suppress(RuntimeError):  # it may come in the middle of another print, which none may enter
+            say("stopping after this iteration; --resume goes on from there")
 
     def is_due(self, every: int) -> bool:
         """Whether this is the last iteration, or one of every `every`; 0: the last one only."""
@@ -376,8 +380,7 @@ class Run:
                 model.save_pretrained(temporary)
                 model.tokenizer.save_pretrained(temporary)
                 (temporary / "README.md").write_text(self.card(name), encoding="utf-8")
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-                temporary.rename(self.folder / name)
+                replace_folder(self.folder / name, temporary)
             torch.save(state, self.folder / "checkpoint.tmp")
             (self.folder / "checkpoint.tmp").replace(self.folder / "checkpoint.pt")
 
@@ -518,6 +521,16 @@ def lock(run: Path) -> None:
     file.write(f"{os.getpid()}\n")
     file.flush()
     LOCKS.append(file)
+
+
+def replace_folder(folder: Path, new: Path) -> None:
+    """Renames `new` to `folder`; what had that name before is gone only when `new` has it."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, record: dict) -> None:

@@ -36,10 +36,13 @@ def main() -> int:
     )
     parser.add_argument("id", help="one of: " + ", ".join(envs.ENVS))
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to play")
+    parser.add_argument("--world", default="", metavar="NAME=VALUE,...", help="options of the world")
     args = parser.parse_args()
     try:
-        speed = steps_per_second(envs.make(args.id), args.seconds)
-    except (ValueError, envs.Unavailable) as error:
+        world = envs.make(args.id, **envs.options(args.world))
+        speed = steps_per_second(world, args.seconds)
+        world.close()
+    except (ValueError, TypeError, envs.Unavailable, envs.WorldBroken) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{args.id}: {speed:,.0f} steps a second")

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action, task_index
+from envs import AnyText, read_action, task_index
 from envs.datasets import dialogue
 
 YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
@@ -619,16 +619,6 @@ def is_right_paper(city: str, question: str) -> bool:
 MATCHING = {"strict": is_right_strict, "paper": is_right_paper}
 
 # --------------------------------------------------------------------------------- 7. the world
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class GuessMyCity(gymnasium.Env):

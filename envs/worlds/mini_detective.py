@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action, task_index
+from envs import AnyText, read_action, task_index
 from envs.datasets import dialogue
 
 ILLEGAL = "Illegal Action."
@@ -171,16 +171,6 @@ def belongings(events: frozenset, index: int) -> str:
 
 
 # ------------------------------------------------------------------------------ 3. the world
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class MiniDetective(gymnasium.Env):

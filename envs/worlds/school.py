@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action, task_index
+from envs import AnyText, read_action, task_index
 from envs.datasets import dialogue
 
 # -------------------------------------------------------------------------------- 1. the school
@@ -551,16 +551,6 @@ def gold_path(task: str, number: int) -> tuple[str, ...]:
 
 
 # -------------------------------------------------------------------------------- 5. the world
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class School(gymnasium.Env):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import read_action, task_index
+from envs import AnyText, read_action, task_index
 from envs.datasets import dialogue
 
 YES, NO, INVALID = "Yes.", "No.", "Invalid Question."
@@ -267,16 +267,6 @@ def is_right_paper(word: str, question: str, answer: str) -> bool:
 MATCHING = {"strict": is_right_strict, "paper": is_right_paper}
 
 # --------------------------------------------------------------------------------- 5. the world
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class TwentyQuestions(gymnasium.Env):

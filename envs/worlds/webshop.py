@@ -51,7 +51,7 @@ import gymnasium
 import numpy as np
 from rapidfuzz import fuzz, utils
 
-from envs import read_action, task_index
+from envs import AnyText, read_action, task_index
 from envs.datasets import dialogue
 
 INVALID = "Invalid action!"
@@ -420,16 +420,6 @@ def reward(bought: Item, chosen: dict[str, str], goal: Goal, matching: str = "st
 
 
 # ------------------------------------------------------------------------------ 5. the world
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class WebShop(gymnasium.Env):

@@ -245,6 +245,15 @@ def test_a_world_of_code_may_have_long_actions_of_several_lines(tmp_path):
     assert len(dialogues) == 2 and not notes
 
 
+def test_what_a_run_has_written_may_be_long(tmp_path):
+    """The authors' games end after 20 questions; a world of one's own, or apps, may go on."""
+    state = "so far, " * 2000
+    record = {"observations": ["a", state], "actions": ["b"], "rewards": [1.0]}
+    record |= {"terminated": True, "answer": "e"}
+    dialogues, notes = read(tmp_path, record, append_only=False)
+    assert len(dialogues) == 1 and not notes
+
+
 BROKEN = {
     "conversation": CITY | {"conversation": "Is it? No."},
     "conversation ": CITY | {"conversation": ["Is it? No.", None]},

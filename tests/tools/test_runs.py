@@ -23,7 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import make_checkpoint
 from torch import nn
 
+import archer
 import archer_offline_iql
+import lge_drrn
 import sft
 from envs import models, runs
 
@@ -227,6 +229,25 @@ def test_a_run_that_goes_on_keeps_its_seed(monkeypatch, capsys, folder):
     said = one_line(monkeypatch, capsys, "--resume", folder, "--seed", "2")
     assert said == f"--seed 2: {folder} is a run of 1; start a new one"
     assert call(monkeypatch, "--resume", folder, "--seed", "1")[0].seed == 1, "what it has may be said again"
+
+
+def test_a_run_that_goes_on_keeps_its_task(monkeypatch, capsys, tmp_path):
+    """And with it the book of its scores; a world's other options may say where it is, and are only told."""
+    runs.write_json(tmp_path / "args.json", asdict(lge_drrn.Args(runs=str(tmp_path.parent))))
+    for flag, value in {"task": "boil", "step-limit": "7", "simplifications": ""}.items():
+        monkeypatch.setattr("sys.argv", ["script", "--resume", str(tmp_path), f"--{flag}", value])
+        with pytest.raises(SystemExit):
+            runs.cli(lge_drrn.Args, pytest.fail)
+        assert f"--{flag} {value}: {tmp_path} is a run of " in capsys.readouterr().err
+
+    runs.write_json(tmp_path / "args.json", asdict(archer.Args(runs=str(tmp_path.parent), world="url=a")))
+    began = []
+    for value, is_told in {"url=b": True, "url=a": False}.items():
+        monkeypatch.setattr("sys.argv", ["script", "--resume", str(tmp_path), "--world", value])
+        runs.cli(archer.Args, began.append)
+        assert began[-1].world == value
+        told = "goes on with --world 'url=b', and began with 'url=a'" in capsys.readouterr().out
+        assert told == is_told
 
 
 @pytest.mark.parametrize("script", [sft, archer_offline_iql])
@@ -597,6 +618,52 @@ def test_a_signal_ends_the_run_behind_the_iteration_it_falls_into(toy, capsys, n
     assert torch.load(folder_of(args) / "checkpoint.pt", weights_only=True)["iteration"] == 3
     assert signal.getsignal(number) == signal.SIG_DFL, "the second one ends it at once"
     assert train(toy(resume=str(folder_of(args))))["iteration"] == 4
+
+
+def test_a_signal_in_the_middle_of_a_print_ends_it_all_the_same(toy, monkeypatch):
+    """Python does not let a handler print into one that has not ended, as into a full pipe."""
+
+    def ask(run):
+        if run.iteration == 3:
+            with monkeypatch.context() as context:
+                context.setattr(
+                    runs, "say", lambda text: (_ for _ in ()).throw(RuntimeError("reentrant call"))
+                )
+                signal.raise_signal(signal.SIGINT)
+
+    args = toy(iterations=100, save_every=0)
+    assert train(args, ask)["iteration"] == 3
+    assert torch.load(folder_of(args) / "checkpoint.pt", weights_only=True)["iteration"] == 3
+
+
+@pytest.mark.parametrize("killed", [None, "first", "second"])
+def test_a_folder_is_replaced_whole(tmp_path, monkeypatch, killed):
+    """Killed between its steps, both are there under some name, and the next time all is well."""
+    old, new = tmp_path / "actor", tmp_path / "actor.tmp"
+    for folder, text in ((old, "old"), (new, "new")):
+        folder.mkdir()
+        (folder / "weights").write_text(text)
+    rename, calls = Path.rename, []
+
+    def dies(self, target):
+        calls.append(target)
+        if len(calls) == {"first": 1, "second": 2}.get(killed):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", dies)
+        if killed:
+            with pytest.raises(KeyboardInterrupt):
+                runs.replace_folder(old, new)
+            kept = {path.read_text() for path in tmp_path.glob("*/weights")}
+            assert kept == {"old", "new"}
+        else:
+            runs.replace_folder(old, new)
+    if killed:
+        runs.replace_folder(old, new)
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+    assert (old / "weights").read_text() == "new"
 
 
 # ----------------------------------------------------------------------------------------- a full disk

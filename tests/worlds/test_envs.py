@@ -505,6 +505,7 @@ def test_a_dialogue_that_is_cut_costs_what_the_world_charges_for_silence():
 def test_options_from_a_command_line():
     assert envs.options("") == {}
     assert envs.options("oracle=a/b=c, max_turns=-5") == {"oracle": "a/b=c", "max_turns": -5}
+    assert envs.options("data=007,max_turns=0") == {"data": "007", "max_turns": 0}, "007 may be a folder"
     assert envs.make("school", **envs.options("simplifications=")).simplifications == ""
 
 

@@ -115,6 +115,7 @@ def test_on_the_command_line(monkeypatch, capsys):
     assert code == 0 and said.startswith("mini-detective: no promise broken; ")
     code, _, errors = call("guess-my-city", "--world", "matching=paper", "--turns", "20000")
     assert code == 1 and errors.startswith("guess-my-city: ") and errors.count("\n") == 1
-    for words in (["chess"], ["apps", "--world", "matching=paper"]):
+    bad = (["chess"], ["apps", "--world", "matching=paper"], ["apps", "--turns", "0"], [".my:World"])
+    for words in bad:
         code, _, errors = call(*words)
         assert code == 2 and errors.count("\n") == 1

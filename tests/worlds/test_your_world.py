@@ -20,6 +20,7 @@ import archer
 import archer_offline_iql
 import envs
 import envs.check
+import envs.fuzz
 import envs.play
 import envs.speed
 import loop_ppo
@@ -329,8 +330,40 @@ def test_a_world_that_cannot_go_on_says_so_as_what_it_is(monkeypatch):
 def test_a_world_that_begins_with_nothing_is_one_line(monkeypatch):
     """A model would have nothing to read, and the value of the state no place."""
     monkeypatch.setattr(Whole, "reset", lambda self, seed, options: ("", {}))
-    with pytest.raises(envs.WorldBroken, match=r"^world 0 .*reset: the first observation is empty$"):
+    with pytest.raises(envs.WorldBroken, match=r"^world 0 .*reset: the first observation is empty; "):
         envs.VecTextEnv(f"{HERE}:Whole", 2).reset()
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_world_that_only_replies_may_not_begin_with_nothing_either(monkeypatch, text):
+    monkeypatch.setattr(Bare, "reset", lambda self, seed, options: (text, {}))
+    with pytest.raises(envs.WorldBroken, match=r"^world 0 .*reset: the first observation is empty"):
+        envs.VecTextEnv(f"{HERE}:Bare", 1).reset()
+
+
+def test_a_world_always_gets_a_seed(monkeypatch):
+    """Also where a task is asked for that is none, as our own worlds allow."""
+    got, reset = [], Bare.reset
+    monkeypatch.setattr(
+        Bare, "reset", lambda self, seed, options: got.append(seed) or reset(self, seed, options)
+    )
+    world = envs.make(f"{HERE}:Bare")
+    world.reset(seed=3, options={"index": None})
+    world.reset(seed=3)
+    world.reset(seed=3, options={"index": 5})
+    assert got[-3:] == [3, 3, 5]
+
+
+def test_a_world_may_say_what_it_has_read_and_need_no_players(monkeypatch):
+    """envs.fuzz believes it, and finds words for it."""
+    step = Bare.step
+
+    def says(self, action):
+        text, reward, terminated, truncated, info = step(self, action)
+        return text, reward, terminated, truncated, info | {"action": action.upper()[:5]}
+
+    monkeypatch.setattr(Bare, "step", says)
+    assert envs.fuzz.fuzz(envs.make(f"{HERE}:Bare"), 50)["plain"][0] > 0
 
 
 class Typed(Bare):

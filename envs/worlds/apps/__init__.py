@@ -49,7 +49,7 @@ from typing import NamedTuple
 
 import gymnasium
 
-from envs import WorldBroken, read_action, task_index
+from envs import AnyText, WorldBroken, read_action, task_index
 from envs.datasets import dialogue
 from envs.worlds.apps.sandbox import Finished, Refused
 from envs.worlds.apps.tasks import SCENARIOS, Scenario
@@ -394,16 +394,6 @@ def whole_scenarios(scenarios: tuple, solved: dict[int, bool]) -> list[bool]:
     for i, name in enumerate(scenarios):
         results[name].append(solved.get(i))
     return [all(of_tasks) for of_tasks in results.values() if None not in of_tasks]
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class Apps(gymnasium.Env):

@@ -53,7 +53,7 @@ from pathlib import Path
 
 import gymnasium
 
-from envs import Unavailable, WorldBroken, read_action, task_index
+from envs import AnyText, Unavailable, WorldBroken, read_action, task_index
 from envs.datasets import dialogue
 from envs.worlds.apps import habits, whole_scenarios
 
@@ -247,16 +247,6 @@ def code_of(action: str) -> str:
 def clean(text: str) -> str:
     """Without lone surrogates, which neither the package nor a tokenizer can encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class AppWorld(gymnasium.Env):

@@ -40,7 +40,7 @@ from functools import lru_cache
 
 import gymnasium
 
-from envs import Unavailable, read_action, task_index
+from envs import AnyText, Unavailable, WorldBroken, read_action, task_index
 from envs.datasets import dialogue
 
 # -------------------------------------------------------------------------------- 1. the tasks
@@ -102,7 +102,7 @@ def variations(task: str, split: str) -> range:
 # ---------------------------------------------------------------------------- 2. the simulator
 
 
-class Died(OSError):
+class Died(WorldBroken):
     """The Java process is gone, hangs, or has run into an error of its own."""
 
 
@@ -224,16 +224,6 @@ def gold_path(task: str, variation: int, simplifications: str = "") -> tuple[str
 
 
 # ------------------------------------------------------------------------------ 3. the world
-
-
-class AnyText(gymnasium.spaces.Text):
-    """Every string up to a length: a policy may write in any script. Samples are printable ASCII."""
-
-    def __init__(self, max_length: int):
-        super().__init__(max_length, min_length=0, charset="".join(map(chr, range(32, 127))))
-
-    def contains(self, x) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class ScienceWorld(gymnasium.Env):
