@@ -483,6 +483,8 @@ def curve_of(cell: Cell, run: Path) -> list[dict]:
 def area(points: list[dict]) -> float:
     """Area under the rollouts' return by dialogues, over its width: the return of the mean dialogue.
 
+    A batch that is played before the first iteration, as ArCHer's, is not in it.
+
     >>> area([{"eval_sampled": 0.0}, {"return": -3.0}, {"return": -1.0}])
     -2.0
     """

@@ -99,7 +99,10 @@ def grouped(found: list[tuple[dict, dict]]) -> dict[str, list[dict[int, float]]]
 
 
 def band(curves: list[dict[int, float]]) -> list[tuple[int, float, float, float]]:
-    """Mean of curves, and both ends of its interval, at the iterations that all of them have."""
+    """Mean of curves, and both ends of its interval, at the iterations that all of them have.
+
+    Two curves have no interval to speak of: the band ends at them.
+    """
     points = []
     for iteration in sorted(set.intersection(*map(set, curves))):
         values = [curve[iteration] for curve in curves]

@@ -16,6 +16,7 @@ from pathlib import Path
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")  # Okabe and Ito's
 # Student's t, by seeds
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+T95 |= {11: 2.23, 12: 2.20, 13: 2.18, 14: 2.16, 15: 2.14, 16: 2.13, 17: 2.12, 18: 2.11, 19: 2.10, 20: 2.09}
 
 
 def stop(message: str):
@@ -43,6 +44,8 @@ def half_width(values: list[float]) -> float:
     """
     if len(values) <= 2:
         return (max(values) - min(values)) / 2
+    if len(values) > max(T95):
+        stop(f"{len(values)} values of one kind: an interval is of at most {max(T95)}")
     return T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import plot
+import tables
 
 
 def a_run(folder: Path, name: str, values: list[float], script: str = "archer", **arguments) -> Path:
@@ -160,3 +161,10 @@ def test_bad_input_gets_one_line(tmp_path, capsys, options, said):
         plot.main(plot.Args(**options))
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
+
+
+def test_more_runs_of_one_kind_than_there_are_quantiles_is_one_line(capsys):
+    tables.half_width([0.0, 1.0] * 10)
+    with pytest.raises(SystemExit):
+        tables.half_width([0.0, 1.0] * 11)
+    assert capsys.readouterr().err.endswith("22 values of one kind: an interval is of at most 20\n")
