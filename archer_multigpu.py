@@ -552,14 +552,14 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
             break
         starts = [[len(row)] for row in rows.values()]
         streams_of_rows = [streams[i] for i in rows]
-        ids, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
-        texts = [spoken(actor.tokenizer, row) for row in ids]
+        utterances, logps = generate(memory, rows, starts, args, streams_of_rows, greedy)
+        texts = [spoken(actor.tokenizer, ids) for ids in utterances]
         worlds.step(dict(zip(rows, texts, strict=True)))
-        for i, ids_of_i, logps_of_i in zip(rows, ids, logps, strict=True):
+        for i, ids, own_logps in zip(rows, utterances, logps, strict=True):
             dialogue = worlds.dialogues[i]
-            dialogue["ids"].append(ids_of_i)
-            dialogue["logps"].append(logps_of_i)
-            nll.append(-sum(logps_of_i))
+            dialogue["ids"].append(ids)
+            dialogue["logps"].append(own_logps)
+            nll.append(-sum(own_logps))
     played = [dialogue for dialogue in worlds.dialogues if dialogue["actions"]]
     return gathered(played), gathered(nll)
 
@@ -681,12 +681,12 @@ def actor_update(
     rng,
 ):
     """One step on E3, with what was said in the dialogues or with fresh utterances in their states (D10)."""
-    judged = "fresh" if args.fresh else "actions"
+    said = "fresh" if args.fresh else "actions"
     if args.fresh:
         dialogues = with_fresh(dialogues, actor, args, rng)
     parts = models.micro_batches(own_part(dialogues), args.micro_batch)
     with torch.no_grad():
-        pairs = [critic(part, flat(part, judged)) for part in parts]
+        pairs = [critic(part, flat(part, said)) for part in parts]
     raw = [advantages(q_N2, v_N2) for v_N2, q_N2 in pairs]
     raw_N = torch.cat(gathered(raw))
 
@@ -804,10 +804,10 @@ def main(args: Args) -> dict[str, float]:
             if args.anneal_lr:
                 lr *= (args.iterations - iteration + 1) / (args.iterations - args.warmup)  # D6
             actor_optimizer.param_groups[0]["lr"] = lr
-            lessons = replay_buffer if args.fresh else played
-            size = min(args.actor_batch, len(lessons))
+            dialogues = replay_buffer if args.fresh else played
+            size = min(args.actor_batch, len(dialogues))
             for _ in range(args.actor_updates):
-                batch = rng.choice(lessons, size, replace=False)
+                batch = rng.choice(dialogues, size, replace=False)
                 log = actor_update(actor, ref_model, critic, baseline, actor_optimizer, batch, args, rng)
                 logs.append(log)
 
