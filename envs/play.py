@@ -108,13 +108,18 @@ class Agent:
         self.torch, self.append_only, self.greedy = torch, append_only, greedy
 
     def ids(self, observations: list[str], actions: list[str]) -> list[int]:
-        """The tokens of the prompt. Each text is tokenised by itself, and a turn ends with the end token."""
+        """The tokens of the prompt, as the scripts lay them out: each text is tokenised by itself, and a turn
+        ends with the end token."""
         if not self.append_only:
             observations, actions = observations[-1:], []
         ids = [*encode_prompt(self.tokenizer, observations[0])]
-        for action, reply in zip(actions, envs.replies(observations, actions), strict=True):
+        for before, action, after in zip(observations, actions, observations[1:], strict=False):
+            so_far = before + action
+            if after == so_far or not after.startswith(so_far):  # a new row, as in training
+                ids = [*encode_prompt(self.tokenizer, after)]
+                continue
             ids += [*encode(self.tokenizer, action), self.end]
-            ids += encode_reply(self.tokenizer, reply)
+            ids += encode_reply(self.tokenizer, after.removeprefix(so_far))
         return ids
 
     def write(self, observations: list[str], actions: list[str], max_tokens: int) -> str:

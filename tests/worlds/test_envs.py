@@ -621,6 +621,9 @@ def test_an_agents_prompt_is_made_of_pieces(agent):
     observations = ["Hall.\n", "Hall.\ngo north Study.\n"]
     whole = player.tokenizer.decode(player.ids(observations, ["go north"]))
     assert whole == "Hall.\ngo north</s> Study.\n"
+    silent = ["Hall.\n", "Hall.\n", "Hall.\ngo Study.\n"]  # nothing was said, and nothing was replied
+    assert player.tokenizer.decode(player.ids(silent, ["", "go"])) == "Hall.\ngo</s> Study.\n"
+    assert player.tokenizer.decode(player.ids(silent[:2], [""])) == "Hall.\n"
     player.append_only = False
     assert player.tokenizer.decode(player.ids(["Hall.", "Study."], ["go north"])) == "Study."
     player.append_only, player.tokenizer.chat_template = True, TEMPLATE
