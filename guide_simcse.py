@@ -1,7 +1,7 @@
 """The Guide of Language Guided Exploration: an encoder that ranks actions by the task, in one file.
 
     python guide_simcse.py                       # for our own school: half a minute; RSR@50 0.11 -> 0.88
-    python guide_simcse.py --env scienceworld    # 15 minutes on 2 cores with AVX512-BF16; RSR@50 0.19 -> 0.99
+    python guide_simcse.py --env scienceworld --threads 2   # 15 minutes with AVX512-BF16; RSR@50 0.19 -> 0.99
     python guide_simcse.py --env scienceworld --encoder bert-base-uncased --pooling cls --lr 5e-5
     python guide_simcse.py --resume runs/...
 
@@ -70,7 +70,7 @@ class Args:
     name: str = ""  # label of the run, a part of its folder's name
     resume: str = ""  # folder of a run to continue; its saved arguments hold unless given again
     device: str = "cpu"  # cpu, cuda, cuda:1 ...
-    threads: int = 2  # CPU threads
+    threads: int = 1  # CPU threads; with one, resuming is exact to the bit
     save_every: int = 5  # iterations between checkpoints; Ctrl-C also writes one
 
     # --- model

@@ -59,7 +59,7 @@ def test_guide_simcse_reads_the_command_of_a_guide(monkeypatch):
     (command,) = checkpoints.GUIDES.values()
     monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
     runs.cli(guide_simcse.Args, parsed.append)
-    assert parsed == [guide_simcse.Args(threads=1)], "the default run, on one thread"
+    assert parsed == [guide_simcse.Args()], "the default run"
 
 
 @pytest.mark.slow
