@@ -526,8 +526,8 @@ def lock(run: Path) -> None:
 def replace_folder(folder: Path, new: Path) -> None:
     """Renames `new` to `folder`; what had that name before is gone only when `new` has it."""
     old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
+    if folder.exists():  # else `old` is all there is, after a kill in between
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
