@@ -4,7 +4,8 @@
     torchrun --standalone --nproc_per_node 3 loop_ppo_multigpu.py --resume runs/...
 
 Each process plays some rollouts and passes some through its model; all add up their gradients, and so take
-the steps that loop_ppo.py takes. docs/multigpu.md shows what differs from it, and why.
+the steps that loop_ppo.py takes, but for --finish-all, which counts in each process. docs/multigpu.md shows
+what differs from it, and why.
 
 K rollouts of each task start from the same state. The advantage of every token that the model wrote in a
 rollout is the rollout's return minus the mean return of the others. There is no value network, and only E7
@@ -85,7 +86,7 @@ class Args:
     max_difficulty: int = 3  # do not train on tasks above it (paper: 2; see D2)
     tasks: int = 16  # tasks per iteration (paper: 40)
     rollouts: int = 6  # K, rollouts per task (paper: 6)
-    worlds: int = 150  # rollouts that a process plays at the same time, also in evaluations, in whole groups
+    worlds: int = 150  # rollouts that a process plays at the same time; whole groups if it divides --tasks
     temperature: float = 1.0  # of sampling, and of scored log-probs (paper: 1)
     max_action_tokens: int = 48  # tokens after which a turn is cut off (paper: 1,500)
     context: int = 2048  # most tokens of a rollout; it ends when a full turn might not fit (paper: 32,000)

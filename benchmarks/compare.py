@@ -72,7 +72,7 @@ FRESH = (
     "--warmup 4 --actor-updates 4 --actor-lr 4e-4 --kl 0.05",  # twice the updates of the actor
 )
 PPO = ("--rollouts 8 --minibatch 8", "--rollouts 16 --minibatch 16", "--rollouts 32", "--rollouts 64")
-LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own: few updates are left
+LARGER = ("--rollouts 128", "--rollouts 512 --minibatch 128")  # only rows of their own
 AS_FRESH = "--rollouts 64 --critic-updates 60 --critic-batch 16"
 METHODS = {
     "CHAI": Row(
@@ -102,17 +102,18 @@ METHODS = {
     "ArCHer, fresh": Row("archer.py --fresh", FRESH),  # the paper's way
 }
 TABLE_3 = (
-    "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 1000"
+    "--actor-lr 3e-4 --critic-lr 6e-4 --critic-updates 50 --actor-updates 3 --warmup 10 --buffer-size 10000"
 )
 # An encoder reads every state from its beginning: with the usual batches three minutes an iteration, 4 GB.
-FEW = "--critic-batch 8 --critic-pool 64 --actor-batch 16"
+FEW = "--critic-batch 8 --critic-pool 64"
 ABLATIONS = {
     **{
-        f"PPO, {words.split()[1]} an update": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
+        f"PPO, {words.split()[1]} an iteration": Row(f"-m baselines.ppo {words}", worlds=(FULL,))
         for words in PPO + LARGER
     },
     "ArCHer, td": Row("benchmarks/variants.py td --kl 0.02"),
-    "ArCHer, token baseline": Row("archer.py --baseline", (), "ArCHer"),
+    # A network that had learned from the played utterances would know their advantages by heart: --fresh.
+    "ArCHer, token baseline": Row("benchmarks/variants.py D8 --fresh --baseline", (), "ArCHer, fresh"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
     "D2: decoder, random": Row(f"benchmarks/variants.py random {FEW}", (), "ArCHer", (SUBSET,)),
@@ -122,9 +123,9 @@ ABLATIONS = {
     "D6: no annealing": Row("archer.py --no-anneal-lr", (), "ArCHer", (SUBSET,)),
     "D7: no pool": Row("benchmarks/variants.py D7 --critic-pool 10000", (), "ArCHer", (SUBSET,)),
     "E2: fresh at every update": Row("benchmarks/variants.py D7", (), "ArCHer", (SUBSET,)),
-    "D8: own baseline": Row("benchmarks/variants.py D8 --baseline", (), "ArCHer", (CITY,)),
+    "D8: a head as baseline": Row("archer.py --fresh --baseline", (), "ArCHer, fresh", (CITY,)),
     "D9: networks for Q": Row("benchmarks/variants.py D9", (), "ArCHer", (FULL, SUBSET)),
-    "buffer: one iteration": Row("archer.py --buffer-size x1", (), "ArCHer", (CITY,)),
+    "buffer: 48 dialogues": Row("archer.py --buffer-size 48", (), "ArCHer", (CITY,)),
     "buffer: 10,000 dialogues": Row("archer.py --buffer-size 10000", (), "ArCHer", (CITY,)),
     "Monte Carlo": Row("benchmarks/variants.py mc --buffer-size x3", (), "ArCHer", (SUBSET,)),
     "online IQL": Row("benchmarks/variants.py iql", (), "ArCHer", (FULL, SUBSET)),
@@ -197,6 +198,12 @@ class Cell:
             if read_json(path)["iteration"] >= self.iterations:
                 return path.parent
         return None
+
+    def judged(self) -> bool:
+        """Whether it is finished, and evaluated: LOOP by a run of archer.py, others by themselves."""
+        if self.script == "loop_ppo" and self.finished():
+            return self.judge().finished() is not None
+        return self.finished() is not None
 
     def diverged(self) -> bool:
         """Whether it ended in numbers that are none, which it would do again."""
@@ -598,6 +605,7 @@ def collect(args: Args, world: str) -> tuple[list[dict], list[dict], list[dict]]
         play = {"sampled": earned["temperature 1"], "greedy": earned["greedy"]}
         summary.append({"world": world, "method": "start"} | play)
         summary.append({"world": world, "method": f"start: {best}", "sampled": earned[best]})
+    gone = rows_diverged(args, world)
     for name in names_in(replace(args, methods=tuple(ROWS)), world):
         setting = setting_of(args, world, name)
         if name in METHODS:
@@ -606,22 +614,46 @@ def collect(args: Args, world: str) -> tuple[list[dict], list[dict], list[dict]]
                 if value is not None:
                     line = {"world": world, "method": name, "setting": words or "default", "area": value}
                     tuning.append(line | {"taken": words == setting, "run": cells[words].folder.name})
-        if setting is None:
+        if setting is None or name in gone:
             continue
-        cells = [cell_of(args, world, name, setting, seed) for seed in range(1, 11)]
         done = {}
-        for cell in cells:
-            if run := cell.finished():
-                done[cell] = curve_of(cell, run)
+        for cell in reported_cells(args, world, name):
+            if cell.judged():
+                done[cell] = curve_of(cell, cell.finished())
             elif cell.folder.name in recorded:
                 done[cell] = recorded[cell.folder.name]
         for cell, points in done.items():
             about = {"method": name, "seed": cell.seed, "run": cell.folder.name}
             curves += [about | point for point in points]
-        if done and not any(cell.diverged() for cell in cells):
-            about = {"world": world, "method": name, "setting": setting or "default"}
+        if done:
+            about = {"world": world, "method": name, "setting": setting or own_flags(name)}
             summary.append(about | figures(world, list(done.values())))
     return curves, summary, tuning
+
+
+def reported_cells(args: Args, world: str, name: str) -> list[Cell]:
+    """The runs of a row that may be reported; none as long as its setting is not decided."""
+    setting = setting_of(args, world, name)
+    if setting is None:
+        return []
+    return [cell_of(args, world, name, setting, seed) for seed in range(1, 11)]
+
+
+def rows_diverged(args: Args, world: str) -> set[str]:
+    """The rows of which a reported seed diverged: the mean of the others would be better than the method."""
+    names = names_in(replace(args, methods=tuple(ROWS)), world)
+    return {name for name in names if any(cell.diverged() for cell in reported_cells(args, world, name))}
+
+
+def own_flags(name: str) -> str:
+    """What a row without settings to try is run with.
+
+    >>> own_flags("ArCHer, td"), own_flags("ArCHer")
+    ('--kl 0.02', 'default')
+    """
+    words = ROWS[name].command.split()
+    flags = next((words[i:] for i, word in enumerate(words) if word.startswith("--")), ["default"])
+    return " ".join(flags)
 
 
 def report(args: Args) -> str:
@@ -629,8 +661,10 @@ def report(args: Args) -> str:
     tables = []
     for world in WORLDS:
         curves, summary, tuning = collect(args, world)
-        keep(args.out / f"compare_{world}.csv", curves, ("method",))
-        summary = keep(args.out / "compare_summary.csv", summary, ("world", "method"), place_of)
+        gone = rows_diverged(args, world)
+        keep(args.out / f"compare_{world}.csv", curves, ("method",), {(name,) for name in gone})
+        gone = {(world, name) for name in gone}
+        summary = keep(args.out / "compare_summary.csv", summary, ("world", "method"), gone, place_of)
         keep(args.out / "compare_tuning.csv", tuning, ("world", "run"))
         if summary := [line for line in summary if line["world"] == world]:
             tables.append(markdown(world, summary))
@@ -646,12 +680,19 @@ def place_of(line: dict) -> tuple[int, int]:
     return WORLDS.index(line["world"]), list(ROWS).index(method) if method in ROWS else place
 
 
-def keep(path: Path, lines: list[dict], key: tuple[str, ...], order: Callable | None = None) -> list[dict]:
-    """Adds lines to a CSV in the place of those with the same key; returns all."""
-    new = {tuple(line[name] for name in key) for line in lines}
-    kept = [line for line in read_results(path) if tuple(line[name] for name in key) not in new]
+def keep(
+    path: Path,
+    lines: list[dict],
+    key: tuple[str, ...],
+    gone: set[tuple] = frozenset(),
+    order: Callable | None = None,
+) -> list[dict]:
+    """Adds lines to a CSV in the place of those with the same key, and drops what is gone; returns all."""
+    dropped = gone | {tuple(line[name] for name in key) for line in lines}
+    before = read_results(path)
+    kept = [line for line in before if tuple(line[name] for name in key) not in dropped]
     together = sorted(kept + lines, key=order) if order else kept + lines
-    if lines:
+    if lines or kept != before:
         write_results(path, together)
     return together
 

@@ -48,8 +48,8 @@ thrice loop_ppo iterations 1 $APPS
 thrice sft epochs 1 $GAME --model checkpoints/twenty-questions --demonstrations 32
 try "archer, bfloat16" "$PYTHON" archer.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" --dtype bfloat16 \
     $GAME $ACTOR $CRITIC --warmup 0
-try "loop_ppo, bfloat16" "$PYTHON" loop_ppo.py --iterations 1 --device "$DEVICE" --runs "$RUNS/bfloat16" \
-    $APPS --dtype bfloat16 --gradient-checkpointing
+try "loop_ppo, bfloat16, evaluation" "$PYTHON" loop_ppo.py --iterations 0 --device "$DEVICE" --runs "$RUNS/bfloat16" \
+    $APPS --dtype bfloat16
 thrice archer_offline_iql iterations 1 $GAME --dataset-size 32 --critic-updates 2 --actor-updates 2 --batch 4
 thrice lge_drrn steps 8 --worlds 2 --step-limit 4 --log-every 4 --eval-every 8 --eval-episodes 2 --dev-episodes 0
 thrice guide_simcse iterations 1 --encoder tiny --updates 2 --descriptions 4 --pairs 2 --threads 1

@@ -46,7 +46,7 @@ LAMBDAS = (0.0, 0.8, 0.95, 1.0)
 class Args:
     checkpoint: tyro.conf.Positional[str]  # folder of a model and its tokenizer, or a Hugging Face name
     env: Literal["twenty-questions", "guess-my-city"] = "twenty-questions"
-    variant: str = ""  # of benchmarks/variants.py: D7 or D9
+    variant: Literal["", "D4", "D7", "D9", "mc", "iql"] = ""  # of benchmarks/variants.py
     dialogues: int = 512  # that the critic learns from
     updates: int = 150  # of the critic; it is judged after every 50
     critic_lr: float = archer.Args.critic_lr
@@ -217,7 +217,6 @@ def main(args: Args) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     settings = archer.Args(env=args.env, critic_lr=args.critic_lr, critic_batch=args.critic_batch)
-    settings.critic_updates = 30  # updates that share a pool
     actor = models.load(transformers.AutoModelForCausalLM, args.checkpoint, settings)
     rng = np.random.default_rng(args.seed)
     data = play(actor, args.dialogues, args.seed + 1, settings)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -53,12 +52,13 @@ def main(args: Args) -> None:
     worlds = envs.VecTextEnv(args.env, args.rollouts, **envs.options(args.world))
     source = args.actor or models.checkpoint_of(worlds.envs[0])
     with contextlib.redirect_stdout(sys.stderr):
-        actor = models.load(transformers.AutoModelForCausalLM, source, args)  # says what it loads
-    baseline = archer.mlp(actor.config.hidden_size, actor.config.hidden_size, 0.0).to(args.device)
-    body = copy.deepcopy(actor.base_model)
-    body.tokenizer = actor.tokenizer
+        actor = models.load_actor(source, args)  # says what it loads
+        body = models.load_critic(args.critic, actor, args)
+    width = models.width_of(actor)
+    baseline = archer.mlp(width, width, 0.0).to(args.device)
     critic = archer.Critic(body, 0.0, args.dtype).to(args.device)
-    ref_model, target_critic = (copy.deepcopy(model).requires_grad_(False) for model in (actor, critic))
+    ref_model = models.reference_of(actor)
+    target_critic = copy.deepcopy(critic).requires_grad_(False)
     # Learning rates of zero: every repetition does the same work.
     actor_optimizer, critic_optimizer = (
         torch.optim.AdamW(model.parameters(), lr=0.0) for model in (actor, critic)

@@ -63,12 +63,11 @@ def play_held(actor, args: archer.Args, k: int, is_guess: Callable[[str], bool])
     worlds = envs.VecTextEnv(args.env, len(tasks), **options)
     worlds.reset(seeds=list(range(len(tasks))), indices=tasks)
     streams = models.streams(range(len(tasks)))
-    context = getattr(actor.config, "max_position_embeddings", sys.maxsize)
     while alive := worlds.alive():
         _, _, prompts = archer.lay_out([worlds.dialogues[i] for i in alive], actor.tokenizer)
         rows = dict(zip(alive, prompts, strict=True))
         for i in alive:
-            if len(rows[i]) > context - 4 * args.max_action_tokens:  # as in archer.rollout
+            if len(rows[i]) > actor.context - 4 * args.max_action_tokens:  # as in archer.rollout
                 worlds.cut(i)
                 del rows[i]
         said = {}

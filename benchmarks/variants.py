@@ -10,9 +10,10 @@ that number. The run's folder does not say so: give it a --name.
   D4      All heads start near zero.
   D7      Every update of the critic has utterances of its own. Together with --critic-pool 10000, which is as
           good as the whole buffer, it undoes D7.
-  D8      With --baseline: E4's baseline is a network of its own and makes 60 updates an iteration, or the
-          next smaller multiple of --actor-updates, on the actor's batches; the last update of each batch
-          is archer.py's, of the head alone.
+  D8      With --baseline --fresh: E4's baseline is a network of its own and makes 60 updates an iteration,
+          or the next smaller multiple of --actor-updates, on the actor's batches; the last update of each
+          batch is archer.py's, of the head alone. Not without --fresh: the network would learn by heart the
+          advantages of what was played, and nothing would be left for E5.
   D9      Q has networks of its own instead of V plus a linear function.
   mc      Q and V learn the Monte-Carlo returns (App. D.1).
   iql     V learns an upper expectile of Q over the data instead of E2 (E6: Eq. 6, App. D.2). As Q is V plus
@@ -122,8 +123,8 @@ class FreshAtEveryUpdate:
 class OwnBaseline:
     """E4's baseline reads with a copy of the first actor, which learns, and not with the actor.
 
-    Its head is archer.py's. Before each update of the actor both make some steps on utterances of their own;
-    the last step is that of archer.actor_update itself, which moves the head alone.
+    Its head is archer.py's. Before each update of the actor both make some steps on utterances of their own,
+    in the same states; the last step is that of archer.actor_update itself, which moves the head alone.
     """
 
     def __init__(self):
@@ -147,14 +148,10 @@ class OwnBaseline:
 
     def actor_update(self, actor, ref_model, critic, baseline, optimizer, dialogues, args, rng):
         """archer.actor_update behind updates of network and head."""
-        learned = dialogues
-        judged = "actions"
-        if args.fresh:
-            learned = archer.with_fresh(dialogues, actor, args, rng)
-            judged = "fresh"
+        learned = archer.with_fresh(dialogues, actor, args, rng)
         ids = archer.flat(learned, "ids")
         with torch.no_grad():
-            v_N2, q_N2 = critic(dialogues, archer.flat(learned, judged))
+            v_N2, q_N2 = critic(dialogues, archer.flat(learned, "fresh"))
         advantage_N = archer.advantages(q_N2, v_N2)
         if args.center:
             advantage_N = advantage_N - advantage_N.mean()
@@ -286,20 +283,20 @@ def main() -> None:
         runs.stop(f"the first word must be one of {', '.join(VARIANTS)}; see the head of the file")
     variant, words = sys.argv[1], sys.argv[2:]
     transformers.logging.disable_progress_bar()
-    if variant == "D8" and not {"--baseline", "--resume"} & set(words):
-        runs.stop("D8 is about the baseline: give --baseline, too")
-    if variant in LAMBDAS and arguments(words).fresh:
-        runs.stop(f"{variant} is about what was played: leave --fresh out")
     with TemporaryDirectory() as folder, exchanged(variant):
-        if variant in CRITICS:
-            try:
-                args = arguments(words)
+        try:
+            args = arguments(words)
+            if variant == "D8" and not (args.baseline and args.fresh):
+                runs.stop("D8 is about the baseline, and of new utterances: give --baseline and --fresh")
+            if variant in LAMBDAS and args.fresh:
+                runs.stop(f"{variant} is about what was played: leave --fresh out")
+            if variant in CRITICS:
                 world = envs.make(args.env, **envs.options(args.world))
                 torch.manual_seed(args.seed)
                 CRITICS[variant](args.actor or models.checkpoint_of(world), folder)
-            except (ValueError, OSError) as error:
-                runs.stop(str(error))
-            words = [*words, "--critic", folder]
+                words = [*words, "--critic", folder]
+        except (ValueError, OSError) as error:
+            runs.stop(str(error))
         sys.argv = [sys.argv[0], *words]
         runs.cli(archer.Args, archer.main)
 

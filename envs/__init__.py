@@ -387,7 +387,7 @@ class VecTextEnv:
 
     def __init__(self, id: str, n: int, **options):
         if n < 1:
-            raise ValueError(f"{n} worlds: at least one must be played")
+            raise ValueError(f"{n} worlds: at least one must be played, by each process if there are several")
         self.envs = [make(id, **options) for _ in range(n)]
         self.observations = [""] * n
         self.terminated = [False] * n

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from envs import runs
+
 # torch and transformers are imported where they are used, as in envs/runs.py.
 
 
@@ -222,8 +224,11 @@ def without_adapters(model) -> Iterator[None]:
 def to_save(name: str, model) -> dict:
     """The models to be saved for one, by name: of one with adapters these, and a merged copy in float32.
 
-    The copy is made on the CPU, as there may be no room for two on the device.
+    The copy is made on the CPU, as there may be no room for two on the device; of several processes the
+    first one, which writes, makes it.
     """
+    if runs.rank() > 0:
+        return {}
     if not has_adapters(model):
         return {name: model}
     device = model.device

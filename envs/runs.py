@@ -105,6 +105,9 @@ def stop(reason: object) -> None:
     sys.exit(2)
 
 
+OF_ONE_SIBLING = {"engine": ""}  # arguments that only a *_multigpu.py has, and their value without effect
+
+
 def saved_args(kind: type, run: Path):
     """A run's arguments, from its args.json; ValueError for what is not a run of this script."""
     path, hints = run / "args.json", get_type_hints(kind)
@@ -114,6 +117,11 @@ def saved_args(kind: type, run: Path):
         raise ValueError(f"{run} is not the folder of a run: it has no args.json")
     try:
         saved = dict(json.loads(path.read_text(encoding="utf-8")))
+        for name, value in OF_ONE_SIBLING.items():  # a run of either can go on with the other
+            if name in hints:
+                saved.setdefault(name, value)
+            elif saved.get(name) == value:
+                del saved[name]
         for name, value in saved.items():
             if name not in hints:
                 raise ValueError(f"{name} is no argument of this script")
@@ -238,11 +246,11 @@ class Run:
 
         self.began, self.cpu_began = time.time(), time.process_time()
         self.commit = commit()  # now: files may change while the run lasts
-        check(args, script)
         self.writes = rank() == 0
         if not self.writes:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output
-        elif args.resume:
+        check(args, script)
+        if self.writes and args.resume:
             lock(Path(args.resume))
         if args.resume and not Path(args.resume, "checkpoint.pt").exists():
             raise ValueError(f"{args.resume} has no checkpoint: it ended before its first; start it again")

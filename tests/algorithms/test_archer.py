@@ -2100,7 +2100,7 @@ def test_misuse_is_one_line_and_leaves_nothing_behind(tmp_path, flag):
 
 
 def test_no_episodes_to_evaluate_are_an_error_with_a_sentence(actor):
-    with pytest.raises(ValueError, match=r"^0 worlds: at least one must be played$"):
+    with pytest.raises(ValueError, match=r"^0 worlds: at least one must be played, "):
         archer.evaluate(actor, small(eval_episodes=0))
 
 

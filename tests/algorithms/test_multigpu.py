@@ -144,10 +144,19 @@ def test_a_difference_without_a_reason_is_seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
-def test_a_run_of_the_sibling_can_be_resumed(pair):
-    """Both have the same arguments, and the same defaults, but for --engine."""
+def test_a_run_of_the_sibling_can_be_resumed(pair, tmp_path):
+    """Both have the same arguments, and the same defaults, but for --engine; and each reads the other's."""
     one, several = [{field.name: field.default for field in fields(script.Args)} for script in pair]
     assert several == one | ({"engine": ""} if pair[0] is loop_ppo else {})
+    for begun, goes_on in (pair, pair[::-1]):
+        (tmp_path / "args.json").write_text(json.dumps(vars(begun.Args(seed=7))))
+        assert runs.saved_args(goes_on.Args, tmp_path) == goes_on.Args(seed=7)
+
+
+def test_a_run_with_an_engine_needs_it(tmp_path):
+    (tmp_path / "args.json").write_text(json.dumps(vars(loop_ppo_multigpu.Args(engine="http://a:1"))))
+    with pytest.raises(ValueError, match="engine is no argument of this script"):
+        runs.saved_args(loop_ppo.Args, tmp_path)
 
 
 # ------------------------------------------------------------------------------------ the engine

@@ -910,6 +910,9 @@ def test_the_readme_counts_the_lines_of_every_script():
     rows = re.findall(r"^\| \[`(\w+\.py)`\].*?\| (\d+) \|", readme, re.M)
     counted = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
     assert len(rows) == 6 and {name: int(number) for name, number in rows} == counted
+    (few, many) = re.search(r"^\| \[`baselines/`\].*?\| (\d+) to (\d+) \|", readme, re.M).groups()
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("baselines/[a-z]*.py")]
+    assert (int(few), int(many)) == (min(lines), max(lines))
 
 
 def test_the_readme_has_the_two_commands_on_one_line_each():

@@ -140,7 +140,7 @@ def test_a_command(args):
     assert "--model some/folder" in " ".join(cell_of(chosen, "LOOP").words())
     assert "--actor some/folder" in " ".join(cell_of(chosen, "PPO").words())
     assert cell_of(chosen).folder != cell_of(args).folder, "another start, other runs"
-    same = cell_of(args, "PPO", "--rollouts 64"), cell_of(args, "PPO, 64 an update")
+    same = cell_of(args, "PPO", "--rollouts 64"), cell_of(args, "PPO, 64 an iteration")
     assert same[0].folder == same[1].folder, "the same command is not run twice"
 
 
@@ -195,7 +195,7 @@ def test_the_setting_is_taken_once_all_are_known(args):
     (cells[last].folder / "diverged.txt").touch()
     assert compare.setting_of(args, SUBSET, "ArCHer") == others[-1]
     assert compare.setting_of(args, SUBSET, "D3: no centring") == others[-1], "its own switch alone differs"
-    assert compare.setting_of(args, compare.FULL, "PPO, 64 an update") == "", "that has no choice"
+    assert compare.setting_of(args, compare.FULL, "PPO, 64 an iteration") == "", "that has no choice"
     assert compare.setting_of(args, SUBSET, "PPO") is None
 
 
@@ -211,18 +211,18 @@ def test_what_comes_out(args):
         "best: temperature 0.5: return -9.50, success 0.75\n"
     )
     for seed in (1, 2, 3):
-        cell = compare.cell_of(args, world, "PPO, 64 an update", "", seed)
+        cell = compare.cell_of(args, world, "PPO, 64 an iteration", "", seed)
         a_run(cell, 14, [-10.0, -8.0 + seed, -3.0])
     kept = {"world": "guess-my-city", "method": "ArCHer", "sampled": -6.5}
     tables.write_results(args.out / "compare_summary.csv", [kept])
     table = compare.report(args)
     assert "| start |  |  | -13.00 | -9.75 | - |" in table
     assert "| start: temperature 0.5 |  |  | -9.50 | - | - |" in table
-    assert "| PPO, 64 an update | default | 3 | - | - | -6.33 ± 0.83 | 192; 30 |" in table
+    assert "| PPO, 64 an iteration | `--rollouts 64` | 3 | - | - | -6.33 ± 0.83 | 192; 30 |" in table
     summary = tables.read_results(args.out / "compare_summary.csv")
     assert kept in summary and len(summary) == 4, "a world without runs keeps its lines"
     methods = [line["method"] for line in summary]
-    assert methods == ["start", "start: temperature 0.5", "PPO, 64 an update", "ArCHer"]
+    assert methods == ["start", "start: temperature 0.5", "PPO, 64 an iteration", "ArCHer"]
     assert compare.report(args) == table and len(tables.read_results(args.out / "compare_summary.csv")) == 4
     path = args.out / f"compare_{world}.csv"
     rows = tables.read_results(path)
@@ -234,7 +234,7 @@ def test_what_comes_out(args):
     assert "the game by dialogues" in text and "the game by CPU-seconds" in text
     with pytest.raises(SystemExit):
         plot.main(plot.Args(runs=[path], out=args.out / "a.svg", methods=("DQN",)))
-    shown = compare.dry(replace(args, methods=("PPO, 64 an update", "ArCHer"), seeds=(1, 4)))
+    shown = compare.dry(replace(args, methods=("PPO, 64 an iteration", "ArCHer"), seeds=(1, 4)))
     assert shown.splitlines()[0] == f"after tuning   ArCHer in {world}, 2 seeds"
     assert "--seed 4 " in shown and "--seed 1 " not in shown, "the CSVs have seed 1"
     assert shown.splitlines()[-1].startswith("5 are to be run")
@@ -255,7 +255,7 @@ def test_others_are_paired_with_ppo_by_seed(args):
     lines = []
     for seed, end in ((1, -6.0), (2, -8.0), (3, -7.0)):  # PPO ends at -7 on the mean
         lines += recorded("PPO", seed, [-10.0, -10.0, -10.0, -8.0], end, end)
-    lines += [line | {"method": "PPO, 16 an update"} for line in lines]
+    lines += [line | {"method": "PPO, 16 an iteration"} for line in lines]
     for seed, end in ((3, -5.0), (1, -5.0)):  # in another order, without a second seed
         lines += recorded("ArCHer", seed, [-9.0, -7.0, -7.0, -7.0 - seed], end, end - 1)
     lines += recorded("CHAI", 1, [-9.0, -9.0, -9.0, -9.0], -9.0, None)
@@ -289,40 +289,55 @@ def test_a_row_that_is_not_made_anew_is_kept(args):
         line = {"method": name, "seed": 1, "run": "gone", "iteration": 1, "dialogues": 64, "return": -5.0}
         lines = curves_of(args, world)
         tables.write_results(args.out / f"compare_{world}.csv", [*lines, line])
-    cell = compare.cell_of(args, world, "PPO, 64 an update", "", 1)
+    cell = compare.cell_of(args, world, "PPO, 64 an iteration", "", 1)
     a_run(cell, cell.iterations, [-10.0])
     for _ in range(2):
         compare.report(args)
         found = [line["method"] for line in curves_of(args, world)]
-        assert sorted(set(found)) == ["ArCHer", "ArCHer from --other", "PPO, 64 an update"]
+        assert sorted(set(found)) == ["ArCHer", "ArCHer from --other", "PPO, 64 an iteration"]
         assert len(found) == 3
 
 
-@pytest.mark.parametrize(("name", "iterations"), [("buffer: one iteration", 1), ("Monte Carlo", 3)])
 @pytest.mark.parametrize("per", [64, 32])
-def test_a_buffer_of_so_many_iterations(name, iterations, per, args):
-    (world, *_) = compare.ROWS[name].worlds
-    words = compare.cell_of(args, world, name, f"--rollouts {per}", 1).words()
-    assert compare.last(words, "--buffer-size", 0) == iterations * per
+def test_a_buffer_of_three_iterations(per, args):
+    words = compare.cell_of(args, SUBSET, "Monte Carlo", f"--rollouts {per}", 1).words()
+    assert compare.last(words, "--buffer-size", 0) == 3 * per
 
 
 def test_a_row_of_which_a_seed_diverged_is_none(args):
     """A mean over the others would be better than the method."""
     world = compare.FULL
-    cells = [compare.cell_of(args, world, "PPO, 64 an update", "", seed) for seed in (1, 2)]
+    cells = [compare.cell_of(args, world, "PPO, 64 an iteration", "", seed) for seed in (1, 2)]
     for cell in cells:
         a_run(cell, cell.iterations, [-10.0])
-    assert "PPO, 64 an update" in compare.report(args)
-    for path in args.out.glob("*.csv"):
-        path.unlink()
+    assert "PPO, 64 an iteration" in compare.report(args)
     (cells[1].folder / "diverged.txt").touch()
-    assert "PPO, 64 an update" not in compare.report(args)
+    assert "PPO, 64 an iteration" not in compare.report(args)
+    assert curves_of(args, world) == [], "nor is it drawn or paired"
+
+
+def test_a_run_of_loop_counts_once_it_is_evaluated(args):
+    """Else a stop between both would leave a row without an end for good."""
+    world = compare.FULL
+    cells = compare.tuning_cells(args, world, "LOOP")
+    setting = next(iter(cells))
+    for cell in cells.values():
+        a_run(cell, cell.iterations, [-10.0])
+    cell = compare.cell_of(args, world, "LOOP", setting, 1)
+    a_run(cell, cell.iterations, [-10.0])
+    compare.report(args)
+    args = replace(args, methods=("LOOP",), seeds=(1,))
+    assert curves_of(args, world) == [] and compare.missing(args, world) == [cell]
+    judged = a_run(cell.judge(), 0)
+    (judged / "summary.json").write_text('{"iteration": 0, "eval_return": -9.0, "eval_return_greedy": -8.0}')
+    assert "| -9.00 | -8.00 |" in compare.report(args)
+    assert curves_of(args, world)[-1]["eval_greedy"] == -8.0 and compare.missing(args, world) == []
 
 
 def test_what_the_csvs_have_is_not_run_again(args):
     """The runs' folders may be gone, as on another machine: the CSVs alone lead to the same table."""
     world = compare.FULL
-    args = replace(args, worlds=(world,), methods=("PPO", "PPO, 8 an update"), seeds=(1, 2))
+    args = replace(args, worlds=(world,), methods=("PPO", "PPO, 8 an iteration"), seeds=(1, 2))
     best, *others = compare.tuning_cells(args, world, "PPO").values()
     a_run(best, best.iterations, [-9.0, -8.0, -7.0])
     for cell in others:
@@ -400,7 +415,8 @@ def test_D8_the_baseline_reads_with_a_network_of_its_own(tmp_path, monkeypatch):
     """It learns, is saved and comes back."""
     monkeypatch.setattr(variants, "BASELINE_UPDATES", 4)
     small = {"rollouts": 2, "warmup": 0, "critic_updates": 1, "critic_batch": 2, "critic_pool": 2}
-    small |= {"actor_updates": 2, "actor_batch": 2, "eval_episodes": 1, "iterations": 1, "baseline": True}
+    small |= {"actor_updates": 2, "actor_batch": 2, "eval_episodes": 1, "iterations": 1}
+    small |= {"baseline": True, "fresh": True}
     args = archer.Args(
         env=SUBSET, runs=str(tmp_path), actor=str(make_checkpoint(SUBSET, tmp_path / "m")), **small
     )
@@ -499,8 +515,10 @@ def test_gae_advantages_are_sums_of_later_surprises(variant, lam, monkeypatch):
     ("words", "said"),
     [
         ([], "the first word must be one of"),
-        (["D8"], "give --baseline"),
+        (["D8", "--baseline"], "give --baseline and --fresh"),
+        (["D8", "--fresh"], "give --baseline and --fresh"),
         (["td", "--fresh"], "leave --fresh out"),
+        (["td", "--resume", "/no/such"], "/no/such"),
     ],
 )
 def test_a_variant_that_is_none_is_one_line(words, said):

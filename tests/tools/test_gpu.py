@@ -1,5 +1,6 @@
 """benchmarks/gpu.py and gpu.sh without a GPU: every section in its smallest size, and what is left out."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
+
+from envs import runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +68,26 @@ def test_what_fails_is_told_and_what_follows_runs(capsys):
     found = cells(capsys.readouterr().out)
     assert found["bad"][0] == "failed: ValueError: no memory" and found["good"][0] == "2"
     assert found["late"][0] == "left out"
+
+
+def test_no_command_of_the_shell_script_is_refused(tmp_path):
+    """An interpreter that only writes down what it is given; then the scripts' own checks."""
+    spy = tmp_path / "python"
+    spy.write_text('#!/bin/bash\necho "$@" >>"$OUT/commands"\n')
+    spy.chmod(0o755)
+    told = os.environ | {"OUT": str(tmp_path), "PYTHON": str(spy)}
+    subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "cpu"], env=told, capture_output=True, check=True)
+    found = set()
+    for line in (tmp_path / "commands").read_text().splitlines():
+        script, *words = line.removeprefix("-m ").split()
+        if script in ("pytest", "benchmarks/gpu.py"):
+            continue
+        found.add(script.removesuffix(".py"))
+        module = importlib.import_module(script.removesuffix(".py"))
+        args = tyro.cli(module.Args, args=words)
+        if script != "lge_drrn":  # which first asks its world for some of them
+            runs.check(args, script)
+    assert {"archer", "loop_ppo", "sft", "lge_drrn", "guide_simcse", "baselines.ppo"} <= found
 
 
 def test_without_time_all_is_left_out_and_named(tmp_path):
