@@ -7,8 +7,8 @@ the steps that archer.py takes. docs/multigpu.md shows what differs from it, and
 
 The critic works on utterances and learns off-policy: from a replay buffer it learns Q(s, a), the value of
 utterance a in dialogue s. The actor works on tokens and learns on-policy, from the utterances that it has
-just played. The critic's advantage of an utterance is the reward at its last token, and so the return of
-every token in it. Both start from a checkpoint, by default a tiny one.
+just played. The critic's advantage for an utterance serves as the reward at its last token, and so as
+the return of every token in it. Both start from a checkpoint, by default a tiny one.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446
   E1  Q(s,a) <- r + gamma * Vbar(s')   (bar: slow copy)    Eq. 1      td_target
@@ -32,7 +32,7 @@ benchmarks/variants.py the others:
       it is a separate network with 60 updates per iteration.
   D9  Q is V plus a learned advantage, so that the value of a state is learned once, not twice, by E1 and E2.
       It is a linear function of the utterance's hidden state and starts at zero; for an encoder it is an MLP.
-  D10 The actor learns from what was said in the newest dialogues, in several steps with PPO's clip, and not
+  D10 The actor learns from the utterances of the newest dialogues, in several steps with PPO's clip, not
       from new utterances in replayed states (--fresh): Q has learned from most of the former, and from none
       of the latter.
 """
@@ -95,7 +95,7 @@ class Args:
     actor_updates: int = 8  # per iteration (paper: 3); 0: none
     actor_batch: int = 16  # dialogues per update of the actor, at most all (paper: 256; authors: utterances)
     fresh: bool = False  # each actor update samples new utterances in replayed states, as in the paper (D10)
-    clip: float = 0.2  # E3 moves a token's probability no further than by this share (D10)
+    clip: float = 0.2  # E3 stops moving a token's probability once it has changed by this share (D10)
     kl: float = 0.1  # penalty per nat of KL from the initial actor (D1), in units of the return; 0: none
     center: bool = True  # subtract the batch mean from the advantages (D3)
     baseline: bool = False  # subtract a learned baseline at every token (E4, E5)

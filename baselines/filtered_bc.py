@@ -4,7 +4,7 @@
     python -m baselines.filtered_bc --rollouts 32 --actor-lr 1e-6 --no-anneal-lr --actor FOLDER
     python -m baselines.filtered_bc --resume runs/...
 
-There is no critic: a dialogue is as good as its return, and of a good one every utterance is imitated.
+There is no critic: a dialogue is judged by its return alone, and every utterance of a good one is imitated.
 
 Paper: Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
   E1  -mean over utterances of sum_i log pi(a_i|s,a_<i)          cloning_loss

@@ -6,7 +6,7 @@
 
 Every token that the actor writes is an action, including the one that ends a turn; the world's replies are
 not. The reward of a turn comes at the turn's last token. The critic is a value network: before each token it
-predicts the return, and the advantage of a token (E1) is by how much the outcome exceeds that prediction.
+predicts the return, and a token's advantage (E1) is the amount by which the outcome exceeds the prediction.
 After a few passes the dialogues are discarded.
 
 Paper: Schulman et al. 2017, arXiv:1707.06347; as a baseline Zhou et al. 2024, arXiv:2402.19446, sec. 5.2
