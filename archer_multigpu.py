@@ -29,7 +29,7 @@ benchmarks/variants.py the others:
   D6  The actor's learning rate decays linearly towards zero (--no-anneal-lr): late noise then undoes less.
   D7  The critic updates of an iteration share a pool of dialogues and one draw of a ~ pi (E2) in each state.
   D8  The baseline of E4 is a head on the actor's hidden states, updated as often as the actor; in the paper
-      it is a separate network with 60 updates per iteration.
+      it is a separate network with 60 updates per iteration. E4 weighs utterances alike, long or short.
   D9  Q is V plus a learned advantage, so that the value of a state is learned once, not twice, by E1 and E2.
       It is a linear function of the utterance's hidden state and starts at zero; for an encoder it is an MLP.
   D10 The actor learns from the utterances of the newest dialogues, in several steps with PPO's clip, not

@@ -21,7 +21,7 @@ Paper: Chen et al. 2025, arXiv:2502.01600; release: the authors' code, github.co
   E7  KL(pi || pi_ref) ~ exp(d) - d - 1,  d = log pi_ref/pi         GRPO       kl_penalty, --kl
 The loss of a rollout is the mean of -E2 + kl E7 over its M tokens, as in Eq. 10. So at w = 1 the gradient
 of a token's log pi weighs A / M with --level token, A L / M with turn (L tokens in its turn), and A with
-trajectory, as in Eq. 2. The paper's RLOO has this last weight, too (sec. 5.3); the second command has A / M.
+trajectory, as in Eq. 2.
 Rollouts with |A| < 0.01 (App. D) are left out before minibatches are formed, as in the release.
 Differs from the paper; the option in brackets, if any, undoes it (docs/loop_ppo.md has the reasons):
   D1  A tiny Llama trained on flawed solutions (--model), all of whose weights learn (--lora), instead of
@@ -33,6 +33,7 @@ Differs from the paper; the option in brackets, if any, undoes it (docs/loop_ppo
   D6  120 iterations (--iterations 200, the release's): enough for the tiny model.
   D7  In AppWorld the paper's prompt has a worked example, the turn limit is a failure, and replies are cut
       at 3,000 tokens; here the prompt is short, the limit is graded, and 12,000 characters are shown.
+  D8  RLOO takes the mean over a rollout's tokens, as LOOP does, and the paper's the sum (--level trajectory).
 """
 
 import json
