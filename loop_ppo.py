@@ -586,7 +586,7 @@ def rollout_loss(t: Trajectory, logp_M, args):
         penalty_M = kl_penalty(logp_M, t.ref_logp_M)
         figures["update/kl"] = penalty_M.mean().item()
         gain_M = gain_M - args.kl * penalty_M
-    return -gain_M.mean(), figures
+    return -gain_M.mean(), figures  # D8
 
 
 def step(model, optimizer, minibatch, size, args):

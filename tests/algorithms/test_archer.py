@@ -2156,3 +2156,20 @@ def test_a_real_model_is_actor_and_critic_in_its_chat_template(tmp_path, smollm,
     )
     said = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(said)
+
+
+# ------------------------------------------------------------------------------------ what else main hands on
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_gradients_are_clipped_to_max_grad_norm(actor, which):
+    played, critic = with_rewards(play("toy", actor, n=4)[0]), critic_of(actor)
+    trained = actor if which == "actor" else critic
+    before_it = torch.cat([p.detach().flatten() for p in trained.parameters()])
+    optimizer, args = torch.optim.SGD(trained.parameters(), lr=1.0), small(max_grad_norm=0.01)
+    if which == "actor":
+        log = archer.actor_update(
+            actor, copy.deepcopy(actor), critic, archer.mlp(32, 32, 0.0), optimizer, played, args, None
+        )
+    else:
+        log = archer.critic_update(critic, copy.deepcopy(critic), optimizer, played, args)
+    moved = torch.cat([p.detach().flatten() for p in trained.parameters()]) - before_it
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-2) and log[f"{which}/grad_norm"] > 0.1

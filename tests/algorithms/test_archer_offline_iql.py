@@ -914,3 +914,71 @@ def test_a_real_model_learns_in_its_chat_template(tmp_path, smollm, monkeypatch)
     )
     said = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(said)
+
+
+# ------------------------------------------------------------------------------------ what else main hands on
+def test_the_bc_loss_has_its_gradient(actor, data):
+    critic = make_critic(actor, 1)
+
+    def of(**changes):
+        args = small(max_grad_norm=1e9, **changes)
+        offline.actor_update(actor, critic, still(actor), data, args, np.random.default_rng(0))
+        return gradient(actor).clone()
+
+    alone, both, bc = of(actor_loss="reinforce"), of(actor_loss="reinforce", bc_weight=0.3), of(beta=0.0)
+    assert torch.allclose(both, alone + 0.3 * bc, atol=1e-5) and bc.norm() > 0.1
+
+
+def test_the_temperature_is_that_of_sampling_and_of_scoring(actor, data, monkeypatch):
+    drawn, args = spy(monkeypatch, "write_utterances"), small(temperature=0.5, actor_loss="reinforce")
+    log = offline.actor_update(
+        actor, make_critic(actor, 1), still(actor), data, args, np.random.default_rng(0)
+    )
+    (call,) = drawn
+    total, found, entropies = 0.0, [], 0.0
+    for n, (d, k, action) in enumerate(turns_of(data)):
+        rows, spans, _ = offline.lay_out([d], actor.tokenizer)
+        before = rows[0][: spans[k].start]
+        said = [*models.encode(actor.tokenizer, action), actor.tokenizer.eos_token_id]
+        total -= sum(plain_logps(actor, before, said, 0.5))
+        ids = call.result[0][n]
+        found.append(sum(plain_logps(actor, before, ids, 0.5)))
+        with torch.no_grad():
+            logits = actor(input_ids=torch.tensor([before + ids])).logits[0, len(before) - 1 : -1] / 0.5
+        entropies += torch.distributions.Categorical(logits=logits).entropy().sum().item()
+    N = len(found)
+    assert call.result[1] == pytest.approx(found, abs=1e-3)
+    assert log["actor/data_nll"] == pytest.approx(total / N, rel=1e-4)
+    assert log["actor/entropy"] == pytest.approx(entropies / N, rel=1e-3)
+
+
+def test_the_data_are_those_of_their_own_seed(tmp_path):
+    seeds = [(1, 0), (2, 0), (1, 5)]
+    data = [
+        lines_of(go(tmp_path / f"{a}{b}", seed=a, dataset_seed=b, iterations=0)[0], "dataset.jsonl")
+        for a, b in seeds
+    ]
+    assert data[0] == data[1] != data[2]
+
+
+def test_the_critic_starts_and_unseen_is_told_by_all_data_whatever_is_kept(tmp_path, monkeypatch):
+    evaluated, mlps = spy(monkeypatch, "evaluate"), spy(monkeypatch, "mlp")
+    run, _ = go(tmp_path, keep=0.1, iterations=1)
+    data = lines_of(run, "dataset.jsonl")
+    assert all(call.known == set(offline.flat(data, "actions")) for call in evaluated)
+    returns = [offline.mc_returns(d["rewards"], 0.95) for d in data]
+    assert mlps[0].value == pytest.approx(np.concatenate(returns).mean())
+
+
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_gradients_are_clipped_to_max_grad_norm(actor, data, which):
+    critic = make_critic(actor, 1)
+    trained = actor if which == "actor" else critic
+    before = torch.cat([p.detach().flatten() for p in trained.parameters()])
+    optimizer, args = torch.optim.SGD(trained.parameters(), lr=1.0), small(max_grad_norm=0.01)
+    if which == "actor":
+        log = offline.actor_update(actor, critic, optimizer, data, args, None)
+    else:
+        log = offline.critic_update(critic, copy.deepcopy(critic), optimizer, data, args)
+    moved = torch.cat([p.detach().flatten() for p in trained.parameters()]) - before
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-2) and log[f"{which}/grad_norm"] > 0.1

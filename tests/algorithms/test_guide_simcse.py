@@ -980,3 +980,28 @@ def test_minilm_knows_english():
     with torch.no_grad():
         task, near, far = guide.embed(encoder, texts)
     assert task @ near > task @ far + 0.1
+
+
+# ------------------------------------------------------------------------------------ what else main hands on
+def test_each_gold_action_has_a_negative_of_its_own():
+    examples, rng = guide.read_examples(toy_records()), np.random.default_rng(0)
+    drawn = [guide.draw_triplets(examples, small(descriptions=6, pairs=4), rng) for _ in range(20)]
+    kinds = [
+        len({row.negative for row in batch if row.description == batch[0].description}) for batch in drawn
+    ]
+    assert max(kinds) > 2
+
+
+def test_shares_count_pairs():
+    records = [
+        {"task": t, "variation": 0, "desc": t, "pos": f"{t}{i}", "neg": "x"}
+        for t, n in (("a", 1), ("b", 9))
+        for i in range(n)
+    ]
+    assert guide.task_shares(guide.read_examples(records)).tolist() == pytest.approx([1 / 4, 3 / 4])
+
+
+def test_samples_are_of_the_first_state():
+    step = guide.Step("a", "d", ["x", "y"], np.array([True, False]), 0)
+    (sample,) = guide.samples_of([step, replace(step, actions=["y", "x"])], [np.array([1.0, 0.0])] * 2, 3)
+    assert sample["best"] == ["1.00 * x", "0.00   y"]

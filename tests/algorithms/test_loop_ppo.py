@@ -1523,3 +1523,47 @@ def test_a_real_model_is_trained_in_its_chat_template(tmp_path, smollm, monkeypa
     )
     said = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(said)
+
+
+# ------------------------------------------------------------------------------------ what else main hands on
+def test_an_evaluation_plays_its_own_split_and_counts_success(warm, monkeypatch):
+    rollouts = watch(monkeypatch, "rollout")
+    figures = loop_ppo.evaluate(warm, small(eval_episodes=24), "test-normal", "{}")
+    for (given, played), suffix in zip(rollouts, ("", "_greedy"), strict=True):
+        assert {world.split for world in given["worlds"]} == {"test-normal"}
+        assert figures[f"success{suffix}"] == pytest.approx(sum(t.success for t in played) / 24)
+        assert figures[f"cut{suffix}"] == pytest.approx(sum(t.cut for t in played) / 24)
+    assert any(t.terminated and not t.success for t in rollouts[0][1])
+
+
+def test_only_those_that_ended_are_in_a_baseline():
+    dropped, silent = replace(ended(0, 9.0), fate="dropped"), replace(ended(0, 5.0), turns=[])
+    played = [dropped, ended(0, 1.0), silent, ended(0, 0.0), ended(0, 0.5)]
+    judged = [played[1], played[3], played[4]]
+    assert loop_ppo.set_advantages(played, 5, False) == judged
+    assert [t.advantage for t in judged] == pytest.approx([0.75, -0.75, 0.0])
+    assert dropped.advantage is None and silent.advantage is None
+
+
+def test_what_a_cut_costs_is_on_its_last_turn(warm):
+    class Dear(Lookup):
+        def step(self, action):
+            observation, reward, *rest = super().step(action)
+            return observation, reward - 1.0, *rest
+
+    room = len(prompt_ids(warm.tokenizer, Lookup().reset(options={"index": 0})[0])) + 4
+    played = play(
+        warm, small(context=room, max_action_tokens=4), tasks=[0] * 6, worlds=[Dear() for _ in range(6)]
+    )
+    cut = [t for t in played if t.cut]
+    assert cut and {t.total for t in cut} == {-4.0}
+    assert all(sum(turn["reward"] for turn in t.turn_records) == t.total for t in played)
+
+
+def test_the_figures_of_a_rollout():
+    t = loop_ppo.Trajectory(0, logps=[-1.0, -2.0], turns=[range(2)], advantage=1.0)
+    t.old_logp_M, t.ref_logp_M = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
+    _, figures = loop_ppo.rollout_loss(t, torch.tensor([-0.5, -2.1]), small(kl=0.1))
+    assert figures["update/clipped"] == 0.5
+    assert figures["update/log_ratio"] == pytest.approx(0.4)
+    assert figures["update/kl"] == pytest.approx((math.exp(-1.0) + 1.0 - 1 + math.exp(0.1) - 0.1 - 1) / 2)

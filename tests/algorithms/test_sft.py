@@ -709,19 +709,6 @@ def test_greedy_play_is_the_argmax(tiny, env):
             ids += models.encode(tokenizer, after.removeprefix(before))
 
 
-def test_sampled_play_draws_from_the_model_itself(tiny):
-    """No top-k, no top-p, no temperature: frequencies of first tokens are the softmax."""
-    model, tokenizer, _ = tiny
-    prompt = torch.tensor([models.encode(tokenizer, "say ant\n")] * 4000)
-    play(tiny, False, eval_episodes=1)  # sets the generation's configuration
-    torch.manual_seed(0)
-    with torch.no_grad():
-        p = model(input_ids=prompt[:1]).logits[0, -1].softmax(-1)
-        drawn = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1)[:, -1]
-    share = torch.bincount(drawn, minlength=len(p)) / 4000
-    assert 0.5 * (share - p).abs().sum() < 0.2 and (share > 0).sum() > 200
-
-
 def test_play_takes_every_task_once_and_repeats_itself(tiny):
     first, again = play(tiny, False), play(tiny, False)
     assert first == again != play(tiny, True)
@@ -1091,3 +1078,21 @@ def test_a_real_model_learns_and_speaks_in_its_chat_template(tmp_path, smollm, m
     )
     said = model.generate(**inputs, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert said[-1] == tokenizer.eos_token_id and tokenizer.decode(said).startswith("Is it")
+
+
+# ------------------------------------------------------------------------------------ what else main hands on
+def test_generate_draws_from_the_models_own_logits(tiny):
+    """No top-k, no top-p, no temperature."""
+    model, tokenizer, _ = tiny
+    play(tiny, False, eval_episodes=1)
+    prompt = torch.tensor([models.encode(tokenizer, "say ant\n")])
+    options = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    said = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, **options)
+    assert all(torch.equal(a, b) for a, b in zip(said.scores, said.logits, strict=True))
+
+
+def test_the_start_is_sampled_too(tmp_path, monkeypatch):
+    sft.main(small(tmp_path / "a", epochs=1))
+    played = spy(monkeypatch, "play")
+    sft.main(small(tmp_path / "b", epochs=1, model=str(run_of(tmp_path / "a") / "actor")))
+    assert [given["greedy"] for given in played] == [False, True, False]

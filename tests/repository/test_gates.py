@@ -281,22 +281,44 @@ def test_there_are_scripts():
 # --------------------------------------------------------------------------------------- the text
 
 
+def of_tests(kind: str) -> list[str]:
+    """Of a script's own test file the functions; of one for several scripts those with its name in theirs."""
+    own = [path for path in ROOT.glob("tests/algorithms/test_*.py") if path.stem.startswith(f"test_{kind}")]
+    shared = [] if own else [ROOT / "tests/algorithms/test_baselines.py"]
+    found = []
+    for path in own + shared:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (own or kind.split("_")[0] in node.name):
+                found.append(ast.get_source_segment(text, node))
+    return found
+
+
 @each_script
 def test_equations_and_deviations_stand_where_they_must(script):
     """E in the docstring, at its code and in a test of the script; D in the docstring and at its code."""
     tree = tree_of(script)
     declared = set(re.findall(r"\b[ED]\d+\b", ast.get_docstring(tree)))
     marked = set(re.findall(r"\b[ED]\d+\b", " ".join(text for _, text in comments_of(script))))
-    tests = [path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")]
-    tests = " ".join(
-        text for text in tests if re.search(rf"^\s*(import|from) .*\b{kind_of(script)}\b", text, re.M)
-    )
+    tests = " ".join(of_tests(kind_of(script)))
     assert any(id.startswith("E") for id in declared)
     assert declared - marked == set(), "in the docstring, but not in a comment at the code"
     assert marked - declared == set(), "in a comment, but not in the docstring"
     assert {
         id for id in declared if id[0] == "E" and not re.search(rf"(?<![A-Za-z0-9]){id}(?!\d)", tests)
     } == set(), "in no test"
+
+
+@each_script
+def test_weight_decay_is_said_where_there_is_an_adamw(script):
+    """Its default is 0.01: what is forgotten would decay."""
+    calls = [node for node in ast.walk(tree_of(script)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func) == "torch.optim.AdamW"]
+    said = {
+        keyword.value.value for call in calls for keyword in call.keywords if keyword.arg == "weight_decay"
+    }
+    assert said <= {0.01 if kind_of(script) in ("loop_ppo", "guide_simcse", "sft") else 0.0}
+    assert all("weight_decay" in ast.unparse(call) for call in calls)
 
 
 @each_script
