@@ -1,6 +1,6 @@
 """ArCHer: hierarchical multi-turn RL for language agents, in one file.
 
-    python archer.py --env twenty-questions    # seven minutes on one core: from -15.6 to -12.1
+    python archer.py --env twenty-questions    # seven minutes on one core: return -15.6 to -12.1
     python archer.py --fresh --rollouts 64 --critic-updates 60 --actor-updates 4 --actor-lr 4e-4    # no D10
     python archer.py --actor FOLDER --critic roberta-base --actor-lr 1e-6 --critic-lr 2e-5  # a GPT-2
     python archer.py --resume runs/...
@@ -145,7 +145,7 @@ def lay_out(dialogues, tokenizer):
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would modify a shared list.
+            # Not +=: `row` may be the list that `encode_prompt` keeps for all.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -251,8 +251,7 @@ class Packed:
     column_M: torch.Tensor  # column of the token itself
 
 
-ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
-UNSEEN = 2**30  # position of a cached token that is hidden from all others
+ROW, PADDING = -1, -2  # instead of a fork's number: of a row's own tokens; of padding, which no fork sees
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:
@@ -337,7 +336,7 @@ class Critic(nn.Module):
         self.dtype = dtype
         self.is_encoder = models.is_encoder(body)
         width = models.width_of(body)
-        self.v_heads = Twins(mlp(width, width, value) for _ in range(2))
+        self.v_heads = Twins(mlp(width, width, value) for _ in range(2))  # V is about `value` at first
         if self.is_encoder:
             self.a_heads = Twins(mlp(2 * width, width, 0.0) for _ in range(2))
         else:
@@ -347,7 +346,7 @@ class Critic(nn.Module):
     def forward(self, dialogues, texts=None):
         """V of all states [N, 2], and Q [N, 2] of a text in each; by default of the action taken there."""
         read = self.read_apart if self.is_encoder else self.read_together
-        state_NH, said_NH = read(dialogues, texts)
+        state_NH, said_NH = read(dialogues, texts)  # an encoder's said has 2H columns
         v_N2 = self.v_heads(state_NH)
         return v_N2, v_N2 + self.a_heads(said_NH)  # D9
 
@@ -399,8 +398,11 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
+UNSEEN = 2**30  # position of a cached token that is hidden from all others
+
+
 class Memory:
-    """A decoder's key-value cache for some named rows, kept while the rows grow."""
+    """A decoder's key-value cache for rows {name: token ids}, kept while the rows grow."""
 
     def __init__(self, actor, names):
         self.actor = actor
@@ -409,12 +411,12 @@ class Memory:
         self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
 
     def read(self, rows, dtype):
-        """Reads what is new in each row {name: token ids}; a row that is not given is dropped.
+        """Reads what is new in each row; a row that is not given is dropped, and the others keep their order.
 
         Returns the last layer's hidden states of the new tokens [B, T, H] and their positions [B, T].
         """
         columns = self.position_BC.shape[1]
-        self.cache.crop(columns - self.cache.get_seq_length())  # drops what `generate` wrote
+        self.cache.crop(columns - self.cache.get_seq_length())  # crop(-n) drops n columns: `generate`'s
         if len(rows) < len(self.rows):
             kept = [b for b, name in enumerate(self.rows) if name in rows]
             self.cache.batch_select_indices(torch.tensor(kept))
@@ -444,16 +446,16 @@ class Memory:
 
 @torch.no_grad()
 def generate(memory, rows, starts, args, streams, greedy=False):
-    """Samples N utterances, row by row: one after rows[name][:start] for each of the row's starts.
+    """Samples N utterances in lockstep: one after row[:start] for each of a row's `starts` [B][...].
 
-    Each row is read once for all its states. A start lies behind what `memory` has already read of the row.
+    Each row is read once for all its states. A start must lie behind what `memory` has read of it before.
     Returns ids [N][...], with the end token unless cut before it, and the log-prob of each token [N][...].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
     start_BS = pad(starts, 1)  # padding of rows with fewer states: any start will do
     B, S = start_BS.shape
-    before_BS = start_BS - 1 - position_BT[:, :1]  # a state's last token, from the first one just read
+    before_BS = start_BS - 1 - position_BT[:, :1]  # index of a state's last token among those just read
     hidden_BSH = hidden_BTH[torch.arange(B)[:, None], before_BS]
     visible_BSC = memory.position_BC[:, None] < start_BS[:, :, None]
     itself_BSS = torch.eye(S, dtype=torch.bool).expand(B, S, S)
@@ -471,10 +473,10 @@ def generate(memory, rows, starts, args, streams, greedy=False):
         logits_BSV = models.logits_of(actor, hidden_BSH) / args.temperature
         token_P, logp_P = models.sample_tokens(logits_BSV.flatten(0, 1), u_PL[:, step], greedy)
         tokens = token_P.tolist()
-        own_logps = logp_P.tolist()
+        step_logps = logp_P.tolist()
         for place in places:
             utterances[place].append(tokens[place])
-            logps[place].append(own_logps[place])
+            logps[place].append(step_logps[place])
         places = [place for place in places if tokens[place] != end]
         if not places:
             break
@@ -491,8 +493,8 @@ def generate(memory, rows, starts, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
-    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws a seed of
+    each world and its utterances; without it they are 0, 1, 2 ... A dialogue that fills the context is cut.
     """
     seeds = range(len(worlds))
     if rng:
@@ -530,7 +532,7 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 
 
 def with_fresh(dialogues, actor, args, rng):
-    """Adds to the dialogues a fresh utterance of the actor in each state, as token ids and as text."""
+    """Copies of dialogues with an utterance that the actor samples in each state: "ids", "logps", "fresh"."""
     result = []
     for part in models.micro_batches(dialogues, args.micro_batch):
         rows, spans, _ = lay_out(part, actor.tokenizer)
@@ -539,13 +541,13 @@ def with_fresh(dialogues, actor, args, rng):
             starts[span.row].append(span.start)
         rows = dict(enumerate(rows))
         streams = models.streams(rng.integers(2**63, size=len(spans)))
-        ids, logps = generate(Memory(actor, rows), rows, starts, args, streams)
+        utterances, logps = generate(Memory(actor, rows), rows, starts, args, streams)
         for dialogue in part:
             n = len(dialogue["actions"])
-            texts = [spoken(actor.tokenizer, row) for row in ids[:n]]
-            own = {"ids": ids[:n], "logps": logps[:n], "fresh": texts}
+            texts = [spoken(actor.tokenizer, ids) for ids in utterances[:n]]
+            own = {"ids": utterances[:n], "logps": logps[:n], "fresh": texts}
             result.append(dialogue | own)
-            ids = ids[n:]
+            utterances = utterances[n:]
             logps = logps[n:]
     return result
 
@@ -564,8 +566,8 @@ def critic_targets(target_critic, dialogues, gamma):
 
 # Losses are means over the N utterances of a batch; each micro-batch adds its share of loss and gradient.
 def critic_update(critic, target_critic, optimizer, dialogues, args):
-    """One step of Q and V towards `critic_targets`, and one Polyak step of the target."""
-    returns = []
+    """One step of Q and V towards `critic_targets`, and one Polyak step of the target; returns metrics."""
+    returns = []  # for the metrics alone
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)
@@ -605,9 +607,9 @@ def actor_losses(actor, ref_model, baseline, dialogues, advantage_N, args):
     logp_MV = logits_MV.log_softmax(-1)
     logp_M = logp_MV.gather(-1, token_M[:, None])[:, 0]
     p_MV = logp_MV.exp()
-    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact, given a_<i
+    kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D1: exact: over the vocabulary, given a_<i
     kl = kl_M.sum() / len(ids)
-    subtracted_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the actor also decides which a_<i come up
+    subtracted_M = args.kl * kl_to_come(kl_M, owner_M)  # D1: the KL of later tokens depends on a_i
     baseline_M = baseline(hidden_MH.detach())[:, 0]  # D8
     vtok_loss = baseline_loss(baseline_M, advantage_N, owner_M)  # E4
     if args.baseline:
@@ -629,13 +631,13 @@ def actor_update(
     args,
     rng,
 ):
-    """One step on E3, with what was said in the dialogues or with fresh utterances in their states (D10)."""
-    said = "fresh" if args.fresh else "actions"
+    """One step on E3, on what was said in the dialogues or, if --fresh, new ones (D10); returns metrics."""
+    key = "fresh" if args.fresh else "actions"
     if args.fresh:
         dialogues = with_fresh(dialogues, actor, args, rng)
     parts = models.micro_batches(dialogues, args.micro_batch)
     with torch.no_grad():
-        pairs = [critic(part, flat(part, said)) for part in parts]
+        pairs = [critic(part, flat(part, key)) for part in parts]
     raw = [advantages(q_N2, v_N2) for v_N2, q_N2 in pairs]
     raw_N = torch.cat(raw)
 
@@ -669,7 +671,7 @@ def actor_update(
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    Without `rng` the seeds are always the same, so that evaluations are comparable.
     """
     options = envs.options(args.world)
     tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy, **options)

@@ -134,7 +134,7 @@ def lay_out(dialogues, tokenizer):
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would modify a shared list.
+            # Not +=: `row` may be the list that `encode_prompt` keeps for all.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -263,7 +263,7 @@ class Packed:
     column_M: torch.Tensor  # column of the token itself
 
 
-ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
+ROW, PADDING = -1, -2  # instead of a fork's number: of a row's own tokens; of padding, which no fork sees
 
 
 def pack(dialogues, tokenizer, utterances=None) -> Packed:

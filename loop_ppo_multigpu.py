@@ -127,7 +127,7 @@ class Trajectory:
     ids: list[int] = field(default_factory=list)  # prompt, turn, reply, turn ...; never tokenised again
     logps: list[float] = field(default_factory=list)  # log-probs of the sampled tokens, from the sampler
     turns: list[range] = field(default_factory=list)  # where in `ids` the sampled tokens of each turn are
-    turn_records: list[dict] = field(default_factory=list)  # action, reply, reward, log-prob of each turn
+    turn_records: list[dict] = field(default_factory=list)  # a turn's action, reply, reward, mean log-prob
     total: float = 0.0  # the return
     success: bool = False
     terminated: bool = False  # the world ended it, not the turn limit or the context
@@ -252,19 +252,18 @@ class Memory:
 
         cache = Pass(self.stored, rows, column_RQ)
         visible = torch.arange(cache.width) <= column_RQ[:, None, :, None]  # [R, 1, Q, columns]
+        mask = models.mask_of(self.model, visible)  # transformers takes one of four axes as it is
         output = self.model.base_model(
             input_ids=ids_RQ,
             position_ids=column_RQ.clamp(max=self.model.context - 1),  # padding may be beyond the last one
-            attention_mask=models.mask_of(
-                self.model, visible
-            ),  # transformers takes one of four axes as it is
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         )
         # The last new token of a row is number size - 1 of Q; a row with nothing new keeps its old state.
         row_R = torch.arange(len(size_R))
         last_RH = output.last_hidden_state[row_R, size_R - 1]
-        if 0 in self.hidden_BH.shape:  # the first pass, which has all rows
+        if not self.hidden_BH.numel():  # the first pass, which has all rows
             self.hidden_BH = last_RH
         self.hidden_BH[size_B > 0] = last_RH[size_R > 0]
         self.length_B[rows] += size_R
@@ -285,8 +284,8 @@ class Pass(transformers.Cache):
 
     def update(self, keys, values, layer, *args, **kwargs):
         """Stores new keys and values [R, heads, Q, D]; returns those of all columns [R, heads, width, D]."""
-        new = torch.stack([keys, values]).transpose(2, 3)
-        empty = new[:, :, :0]  # a memory's first pass has all rows
+        new = torch.stack([keys, values]).transpose(2, 3)  # [2, R, Q, heads, D]
+        empty = new[:, :, :0]  # for a memory's first pass, which has all rows: R = B
         store = self.stored.get(layer, empty)
         missing = self.width - store.shape[2]
         if missing > 0:
@@ -298,6 +297,22 @@ class Pass(transformers.Cache):
         store[:, row_R[:, None], self.column_RQ] = new
         seen = store[:, self.rows, : self.width]
         return seen.transpose(2, 3).unbind()
+
+
+def probe_cache(model) -> None:
+    """Raises ValueError if the model's states in our cache differ from those of its own forward pass."""
+    ids_BT = models.probe_ids(model)
+    *ids, last = ids_BT[0].tolist()
+    t = Trajectory(0, ids=ids)
+
+    def last_state():
+        memory = Memory(model, [t, t])
+        memory.keep([0])
+        t.ids.append(last)
+        memory.read([t])
+        return memory.hidden_BH
+
+    models.compare(model, ids_BT, last_state, "what is written")
 
 
 class Engine:
@@ -400,7 +415,7 @@ def listen(t: Trajectory, tokenizer, args) -> None:
         result = t.pending.result()
         if t.ids:
             take_reply(t, tokenizer, *result)
-        else:
+        else:  # no prompt yet: this is what `reset` has returned
             t.text, info = result
             t.ids += models.encode_prompt(tokenizer, t.text)
             t.answer = info["answer"]
@@ -461,12 +476,12 @@ def rollout(model, worlds, tasks, world_seeds, token_seeds, args, greedy=False, 
     There is a seed of its world and one of its tokens for each. With `may_drop` the slowest are stopped, as
     --finish-all and --finish-each say. Raises WorldBroken if no world starts.
     """
-    u_NT = models.uniform(models.streams(token_seeds), args.context)  # a row for each rollout
-    u_NT = u_NT.numpy()  # a list would be eight times as large
+    u_BT = models.uniform(models.streams(token_seeds), args.context)  # a row for each rollout
+    u_BT = u_BT.numpy()  # a list would be eight times as large
     n = len(worlds)
     played = []
     for i, (task, seed) in enumerate(zip(tasks, world_seeds, strict=True)):
-        t = Trajectory(task, seed, worlds[i % n], u_T=u_NT[i])
+        t = Trajectory(task, seed, worlds[i % n], u_T=u_BT[i])
         if i * runs.processes() // len(tasks) == runs.rank():  # neighbours, as their prompt is one
             played.append(t)
     play = play_by_engine if args.engine else play_together
@@ -556,22 +571,6 @@ def play_by_engine(model, played, args, greedy, may_drop) -> None:
     with ThreadPoolExecutor(args.world_threads) as pool, ThreadPoolExecutor(len(played)) as players:
         start(played, pool, tokenizer, args)
         list(players.map(play, played))  # raises what went wrong in a thread
-
-
-def probe_cache(model) -> None:
-    """Raises ValueError if the model's states in our cache differ from those of its own forward pass."""
-    ids_BT = models.probe_ids(model)
-    *ids, last = ids_BT[0].tolist()
-    t = Trajectory(0, ids=ids)
-
-    def last_state():
-        memory = Memory(model, [t, t])
-        memory.keep([0])
-        t.ids.append(last)
-        memory.read([t])
-        return memory.hidden_BH
-
-    models.compare(model, ids_BT, last_state, "what is written")
 
 
 def read_prompts(model, batch) -> Memory:
@@ -865,7 +864,7 @@ def main(args: Args) -> dict:
     worlds = make_worlds(args, "train")
     world = worlds[0]
     difficulties = getattr(world, "difficulties", [1] * world.num_tasks)
-    trained_on = [i for i, level in enumerate(difficulties) if level <= args.max_difficulty]  # D2
+    trained_on = [i for i, difficulty in enumerate(difficulties) if difficulty <= args.max_difficulty]  # D2
     if not trained_on:
         raise ValueError(f"--max-difficulty {args.max_difficulty}: all tasks of {args.env} are above it")
 
@@ -918,8 +917,8 @@ def main(args: Args) -> dict:
         metrics["time/tokens_per_second"] = written / metrics["time/rollout"]
         if run.is_due(args.eval_every):
             metrics |= evaluate(model, args, "dev", "eval/{}")
-        told = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and unfinished
-        samples = [sample_of(t, iteration) for t in told]
+        logged = played[:K] + [t for t in played[K:] if t.fate != "ended"]  # the first task's, and unfinished
+        samples = [sample_of(t, iteration) for t in logged]
         run.log(metrics, shown, samples)
         run.stopped = any(gathered([run.asked]))  # all stop after the same iteration
         if run.is_due(args.save_every) or run.stopped:

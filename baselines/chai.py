@@ -113,7 +113,7 @@ def lay_out(dialogues, tokenizer):
                 break
             start = len(row)
             action = dialogue["actions"][turn]
-            # Not +=, which would modify a shared list.
+            # Not +=: `row` may be the list that `encode_prompt` keeps for all.
             row = row + models.encode(tokenizer, action) + [end]
             if goes_on:
                 rows[-1] = row
@@ -162,7 +162,7 @@ def mc_returns(rewards, gamma):
 
 
 # ---------------------------------------------------------- 4. models
-ROW, PADDING = -1, -2  # fork numbers of a row's own tokens and of padding
+ROW, PADDING = -1, -2  # instead of a fork's number: of a row's own tokens; of padding, which no fork sees
 
 
 def read_forks(body, rows, spans, utterances, dtype):
@@ -381,7 +381,7 @@ def with_best(dialogues, actor, critic, args, rng):
 
 def critic_update(critic, target_critic, optimizer, dialogues, args):
     """One step on E1 and E2, and one Polyak step of the target."""
-    returns = []
+    returns = []  # for the metrics alone
     for dialogue in dialogues:
         returns += mc_returns(dialogue["rewards"], args.gamma)
     return_N = torch.tensor(returns, device=critic.body.device)

@@ -92,7 +92,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply also starts a new row: after an empty action it looks like a text written anew.
+            # Not if they are equal: a world that writes its text anew may repeat it after an empty action.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -103,7 +103,7 @@ def lay_out(dialogues, tokenizer):
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]  # not +=, which would modify a shared list
+            row = row + dialogue["ids"][turn]  # not +=: `encode_prompt` keeps its list
             if goes_on:
                 rows[-1] = row
             else:
@@ -146,9 +146,6 @@ def cloning_loss(logp_M, num_actions):
 
 
 # ---------------------------------------------------------- 4. models
-UNSEEN = 2**30  # position of a cached token that is hidden from all others
-
-
 def read_tokens(body, tokenizer, dialogues, dtype):
     """For all M tokens of the actions: the hidden states that predict them [M, H], and their ids [M]."""
     rows, spans, _ = lay_out(dialogues, tokenizer)
@@ -179,8 +176,11 @@ def spoken(tokenizer, ids):
     return text.split("\n", 1)[0].strip()
 
 
+UNSEEN = 2**30  # position of a cached token that is hidden from all others
+
+
 class Memory:
-    """A decoder's key-value cache for some named rows, kept while the rows grow."""
+    """A decoder's key-value cache for rows {name: token ids}, kept while the rows grow."""
 
     def __init__(self, actor, names):
         self.actor = actor
@@ -189,12 +189,12 @@ class Memory:
         self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
 
     def read(self, rows, dtype):
-        """Reads what is new in each row {name: token ids}; a row that is not given is dropped.
+        """Reads what is new in each row; a row that is not given is dropped, and the others keep their order.
 
         Returns the last layer's hidden states of the new tokens [B, T, H] and their positions [B, T].
         """
         columns = self.position_BC.shape[1]
-        self.cache.crop(columns - self.cache.get_seq_length())  # drops what `generate` wrote
+        self.cache.crop(columns - self.cache.get_seq_length())  # crop(-n) drops n columns: `generate`'s
         if len(rows) < len(self.rows):
             kept = [b for b, name in enumerate(self.rows) if name in rows]
             self.cache.batch_select_indices(torch.tensor(kept))
@@ -226,13 +226,13 @@ class Memory:
 def generate(memory, rows, args, streams, greedy=False):
     """Samples an utterance after each of B rows {name: token ids}, in lockstep.
 
-    Returns ids [B][...], with the end token unless cut before it, and log-probs [B].
+    Returns ids [B][...], with the end token unless cut before it, and each utterance's log-prob [B].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
     length_B = torch.tensor([len(row) for row in rows.values()])
     B = len(rows)
-    last_B = length_B - 1 - position_BT[:, 0]  # a row's last token, counted from the first one just read
+    last_B = length_B - 1 - position_BT[:, 0]  # index of a row's last token among those just read
     hidden_BH = hidden_BTH[range(B), last_B]
     visible_B1C = memory.position_BC[:, None] < length_B[:, None, None]
     utterances = [[] for _ in rows]
@@ -265,8 +265,8 @@ def generate(memory, rows, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
-    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws a seed of
+    each world and its utterances; without it they are 0, 1, 2 ... A dialogue that fills the context is cut.
     Its "ids" are the tokens of its actions, as sampled.
     """
     seeds = range(len(worlds))
@@ -319,7 +319,7 @@ def actor_update(actor, optimizer, dialogues, args):
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    Without `rng` the seeds are always the same, so that evaluations are comparable.
     """
     options = envs.options(args.world)
     tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy, **options)

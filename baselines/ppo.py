@@ -81,8 +81,8 @@ class Args:
 # ---------------------------------------------------------- 2. data: turns, trajectories, replay
 # A dialogue is a dict: n "actions", n "rewards" and n + 1 "observations". An observation is the state of the
 # next action, in most worlds the whole text so far; the last one comes after the end.
-# Here it also has the actions' token ids, "ids" [n][...]; and after `judge`, for the m tokens of all its
-# actions, "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
+# There an action is a whole utterance; PPO's actions are its token ids, "ids" [n][...]. `judge` adds, for the
+# m tokens of all n utterances, "judged" [3, m]: log-prob, advantage, and the return that the critic learns.
 class Span(NamedTuple):
     """Where an action is: columns start to stop - 1 of a row, including its end token, if it has one."""
 
@@ -105,7 +105,7 @@ def lay_out(dialogues, tokenizer):
     for dialogue in dialogues:
         so_far = ""
         for turn, observation in enumerate(dialogue["observations"]):
-            # An empty reply also starts a new row: after an empty action it looks like a text written anew.
+            # Not if they are equal: a world that writes its text anew may repeat it after an empty action.
             goes_on = turn > 0 and observation != so_far and observation.startswith(so_far)
             if goes_on:
                 added = observation.removeprefix(so_far)
@@ -116,7 +116,7 @@ def lay_out(dialogues, tokenizer):
                 prompts.append(row)
                 break
             start = len(row)
-            row = row + dialogue["ids"][turn]  # not +=, which would modify a shared list
+            row = row + dialogue["ids"][turn]  # not +=: `encode_prompt` keeps its list
             if goes_on:
                 rows[-1] = row
             else:
@@ -168,9 +168,10 @@ def mc_returns(rewards, gamma):
 def clipped_loss(logp_M, old_logp_M, advantage_M, clip):
     """E2: minus the mean of the clipped objective over tokens, and the share of tokens that are clipped."""
     ratio_M = (logp_M - old_logp_M).exp()
-    bounded_M = ratio_M.clamp(1 - clip, 1 + clip)
-    gain_M = torch.minimum(ratio_M * advantage_M, bounded_M * advantage_M)  # E2
-    is_clipped_M = gain_M < ratio_M * advantage_M
+    free_M = ratio_M * advantage_M
+    bounded_M = ratio_M.clamp(1 - clip, 1 + clip) * advantage_M
+    gain_M = torch.minimum(free_M, bounded_M)  # E2
+    is_clipped_M = gain_M < free_M
     return -gain_M.mean(), is_clipped_M.float().mean()
 
 
@@ -238,7 +239,7 @@ UNSEEN = 2**30  # position of a cached token that is hidden from all others
 
 
 class Memory:
-    """A decoder's key-value cache for some named rows, kept while the rows grow."""
+    """A decoder's key-value cache for rows {name: token ids}, kept while the rows grow."""
 
     def __init__(self, actor, names):
         self.actor = actor
@@ -247,12 +248,12 @@ class Memory:
         self.position_BC = torch.zeros(len(self.rows), 0, dtype=torch.long)  # of the token in each column
 
     def read(self, rows, dtype):
-        """Reads what is new in each row {name: token ids}; a row that is not given is dropped.
+        """Reads what is new in each row; a row that is not given is dropped, and the others keep their order.
 
         Returns the last layer's hidden states of the new tokens [B, T, H] and their positions [B, T].
         """
         columns = self.position_BC.shape[1]
-        self.cache.crop(columns - self.cache.get_seq_length())  # drops what `generate` wrote
+        self.cache.crop(columns - self.cache.get_seq_length())  # crop(-n) drops n columns: `generate`'s
         if len(rows) < len(self.rows):
             kept = [b for b, name in enumerate(self.rows) if name in rows]
             self.cache.batch_select_indices(torch.tensor(kept))
@@ -284,13 +285,13 @@ class Memory:
 def generate(memory, rows, args, streams, greedy=False):
     """Samples an utterance after each of B rows {name: token ids}, in lockstep.
 
-    Returns ids [B][...], with the end token unless cut before it, and log-probs [B].
+    Returns ids [B][...], with the end token unless cut before it, and each utterance's log-prob [B].
     """
     actor = memory.actor
     hidden_BTH, position_BT = memory.read(rows, args.dtype)
     length_B = torch.tensor([len(row) for row in rows.values()])
     B = len(rows)
-    last_B = length_B - 1 - position_BT[:, 0]  # a row's last token, counted from the first one just read
+    last_B = length_B - 1 - position_BT[:, 0]  # index of a row's last token among those just read
     hidden_BH = hidden_BTH[range(B), last_B]
     visible_B1C = memory.position_BC[:, None] < length_B[:, None, None]
     utterances = [[] for _ in rows]
@@ -323,8 +324,8 @@ def generate(memory, rows, args, streams, greedy=False):
 def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
     """Plays all worlds to their end, in lockstep.
 
-    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws the worlds'
-    seeds; without it they are 0, 1, 2 ... A dialogue is cut when it fills the model's context.
+    Returns the dialogues with at least one action, and -log pi of each utterance. `rng` draws a seed of
+    each world and its utterances; without it they are 0, 1, 2 ... A dialogue that fills the context is cut.
     Its "ids" are the tokens of its actions, as sampled.
     """
     seeds = range(len(worlds))
@@ -359,23 +360,22 @@ def rollout(actor, worlds, args, rng=None, indices=None, greedy=False):
 # ---------------------------------------------------------- 6. updates
 @torch.no_grad()
 def judge(dialogues, actor, critic, args):
-    """Adds to the dialogues "judged", what `update` needs of their tokens, by the present actor and critic.
+    """E1 by the present actor and critic: copies of the dialogues with "judged", which `update` needs.
 
     Also returns metrics of the critic's error against the returns.
     """
     logps = []
     values = []
-    for first in range(0, len(dialogues), args.minibatch):
-        part = dialogues[first : first + args.minibatch]
+    for part in models.micro_batches(dialogues, args.minibatch):
         _, logp_M = score_actions(actor, part, args.temperature, args.dtype)
         logps += logp_M.tolist()
         values += critic(part).tolist()
-    rewards = []
+    rewards = []  # of each token, like `discounts`, `logps` and `values`
     discounts = []
-    ends = []
+    ends = []  # of each dialogue: where its tokens end
     for dialogue in dialogues:
         for reward, ids in zip(dialogue["rewards"], dialogue["ids"], strict=True):
-            within = len(ids) - 1
+            within = len(ids) - 1  # tokens before the turn's last
             rewards += [0.0] * within + [reward]
             discounts += [1.0] * within + [args.gamma]  # D1
         discounts[-1] = 0.0  # the value behind an end is 0; a truncation counts as an end
@@ -393,17 +393,18 @@ def judge(dialogues, actor, critic, args):
 
 
 def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogues, args):
-    """One step of the actor on E2 and one of the critic on E3, on a minibatch of judged dialogues."""
+    """One step of the actor on E2 and of the critic on E3, on some judged dialogues; returns metrics."""
     logp_MV, logp_M = score_actions(actor, dialogues, args.temperature, args.dtype)
     judged_3M = np.concatenate([dialogue["judged"] for dialogue in dialogues], axis=1)
     old_logp_M, advantage_M, return_M = logp_M.new_tensor(judged_3M)
     policy_loss, clipped = clipped_loss(logp_M, old_logp_M, advantage_M, args.clip)  # E2
+    p_MV = logp_MV.exp()
     loss = policy_loss
     kl = logp_M.new_tensor(torch.nan)  # not computed
     if args.kl:
         with torch.no_grad():
             ref_logp_MV, _ = score_actions(ref_model, dialogues, args.temperature, args.dtype)
-        kl_M = (logp_MV.exp() * (logp_MV - ref_logp_MV)).sum(-1)  # D5
+        kl_M = (p_MV * (logp_MV - ref_logp_MV)).sum(-1)  # D5
         kl = kl_M.mean()
         loss = loss + args.kl * kl
     actor_optimizer.zero_grad()
@@ -415,7 +416,7 @@ def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogue
     critic_optimizer.zero_grad()
     v_loss.backward()
     models.clipped_step(critic_optimizer, critic, args.max_grad_norm, "critic")
-    entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
+    entropy_M = -(p_MV * logp_MV).sum(-1)
     return {
         "actor/loss": policy_loss.item(),
         "actor/clipped": clipped.item(),
@@ -431,7 +432,7 @@ def update(actor, ref_model, critic, actor_optimizer, critic_optimizer, dialogue
 def play_tasks(actor, args, greedy):
     """Plays about `eval_episodes` dialogues, in whole passes over the tasks; if greedy, each task once.
 
-    The seeds are always the same, so that evaluations are comparable.
+    Without `rng` the seeds are always the same, so that evaluations are comparable.
     """
     options = envs.options(args.world)
     tasks = envs.tasks_to_evaluate(args.env, args.eval_episodes, greedy, **options)
