@@ -632,15 +632,13 @@ def actor_update(
     rng,
 ):
     """One step on E3, on what was said in the dialogues or, if --fresh, new ones (D10); returns metrics."""
+    key = "fresh" if args.fresh else "actions"
     if args.fresh:
         dialogues = with_fresh(dialogues, actor, args, rng)
     parts = models.micro_batches(dialogues, args.micro_batch)
-    raw = []
     with torch.no_grad():
-        for part in parts:
-            texts = flat(part, "fresh") if args.fresh else None
-            v_N2, q_N2 = critic(part, texts)
-            raw.append(advantages(q_N2, v_N2))
+        pairs = [critic(part, flat(part, key)) for part in parts]
+    raw = [advantages(q_N2, v_N2) for v_N2, q_N2 in pairs]
     raw_N = torch.cat(raw)
 
     optimizer.zero_grad()
