@@ -112,7 +112,7 @@ ABLATIONS = {
         for words in PPO + LARGER
     },
     "ArCHer, td": Row("benchmarks/variants.py td --kl 0.02"),
-    # A network that had learned from the played utterances would know their advantages by heart: --fresh.
+    # --fresh: a network that learned from played utterances would memorise their advantages.
     "ArCHer, token baseline": Row("benchmarks/variants.py D8 --fresh --baseline", (), "ArCHer, fresh"),
     "D1: no KL penalty": Row("archer.py --kl 0", (), "ArCHer", (SUBSET,)),
     "D2: encoder, random": Row(f"benchmarks/variants.py D2 {FEW}", (), "ArCHer", (SUBSET,)),
